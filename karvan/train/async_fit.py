@@ -281,7 +281,7 @@ class AsyncFit(ElasticFit):
             self._outcomes.skip(counts.step, [trained.batch])
         self._window.add(trained.losses)
         trainer.callbacks.on_step_end(
-            self._trainer, StepLogs(counts.step, counts.epoch, trained.samples, trained.losses, trained.taken)
+            trainer, StepLogs(counts.step, counts.epoch, trained.samples, trained.losses, trained.taken)
         )
 
     def _note_tally(self, tally: Tally) -> None:

@@ -260,7 +260,7 @@ class ElasticFit(Fit):
         # It counts from here on, not from the start of the run.
         self._reporter = Reporter(trainer, self._goal.max_steps)  # how long an epoch is, only its end says
         self.begun = True
-        trainer.callbacks.on_fit_begin(self._trainer)
+        trainer.callbacks.on_fit_begin(trainer)
 
     def _open_reports(self) -> None:
         trainer, counts = self._trainer, self._counts
@@ -411,7 +411,7 @@ class ElasticFit(Fit):
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._unsaved = True
             self._plan_evaluation()
-        trainer.callbacks.on_epoch_end(self._trainer, counts.epoch)
+        trainer.callbacks.on_epoch_end(trainer, counts.epoch)
         counts.epoch += 1
         counts.batches = 0
         self._unsaved = True

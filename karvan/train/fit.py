@@ -180,9 +180,9 @@ class Fit:
         self._announce(resumed)
         trainer.loggers.open(counts.step)
         stack.callback(trainer.loggers.close)
-        if not self._has_all() and is_own_evaluate(self._trainer):
+        if not self._has_all() and is_own_evaluate(trainer):
             trainer.evaluator.try_first(self._goal.eval_data, trainer.metrics)
-        trainer.callbacks.on_fit_begin(self._trainer)
+        trainer.callbacks.on_fit_begin(trainer)
         self._stopping.ask_all()
 
     def _resume(self) -> _Resumed:
@@ -230,7 +230,7 @@ class Fit:
         dataset.begin_data(counts)
         before, run.data_identity = run.data_identity, self._run_data.identity
         if counts.step and (run.data_identity is None or run.data_identity != before):
-            trainer.callbacks.on_new_data(self._trainer)
+            trainer.callbacks.on_new_data(trainer)
 
     def _begin_epoch(self) -> None:
         for metric in self._trainer.metrics.values():
@@ -268,9 +268,7 @@ class Fit:
         self._outcomes.add(counts.step, applied, batches)
         if self._first:
             trainer.progress.step(counts.step)
-        trainer.callbacks.on_step_end(
-            self._trainer, StepLogs(counts.step, counts.epoch, samples, losses, applied)
-        )
+        trainer.callbacks.on_step_end(trainer, StepLogs(counts.step, counts.epoch, samples, losses, applied))
 
     def _evaluate(self) -> None:
         self._evaluation_due = False
@@ -305,7 +303,7 @@ class Fit:
         self._unsaved = True
         self._needed_metrics.require_numbers(counts.evaluation, counts.step, trainer.evaluator.nonfinite)
         trainer.schedule.after_evaluation(counts.evaluation)
-        trainer.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
+        trainer.callbacks.on_evaluate_end(trainer, counts.evaluation)
 
     def _save_first(self) -> None:
         if self._saves_first():
@@ -325,7 +323,7 @@ class Fit:
         trainer.schedule.after("epoch")
         if evaluates:
             self._evaluate()
-        trainer.callbacks.on_epoch_end(self._trainer, counts.epoch)
+        trainer.callbacks.on_epoch_end(trainer, counts.epoch)
         self._epoch.end_epoch()
         self._unsaved = True
         self._stopping.ask_all()
@@ -429,7 +427,7 @@ class Fit:
         set_random_state(random)
         self._run_data.begin()
         if not self._has_all():
-            trainer.callbacks.on_new_data(self._trainer)
+            trainer.callbacks.on_new_data(trainer)
 
     def _load_position(self, saved: Mapping[str, Any], random: Any) -> None:
         """Continue after the batches that a checkpoint has, with these random generators."""
