@@ -333,8 +333,7 @@ class Writing:
                 self._end()
 
         try:
-            if self._connection.running_save is not None:
-                self._connection.running_save.join()  # messages of two saves would be mixed up
+            self._connection.join_save()  # messages of two saves would be mixed up
             self._writers = Writers(self._writer_count)
             report = report if self._connection.rank == 0 else no_report
             pending = Pending(self.step, work, self._pace, report)
@@ -342,7 +341,7 @@ class Writing:
             self._end()
             raise
         if self._connection.settings.kind not in IN_PROCESS:
-            self._connection.running_save = pending
+            self._connection.join_save = pending.join
         return pending
 
     def _end(self) -> None:

@@ -8,12 +8,12 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -188,13 +188,6 @@ _log = logging.getLogger("karvan.distributed")
 _CHANNELS = ("main", "fit", "evaluate", "save")
 
 
-class Joined(Protocol):
-    """Something that can be joined."""
-
-    def join(self) -> None:
-        """Wait until it has ended."""
-
-
 class Connection:
     """This process among those that train together: `rank` of `world_size`, and a channel for each thread."""
 
@@ -205,7 +198,7 @@ class Connection:
         self.world_size = 1
         self.chosen = False  # whether the program has called `connect`
         self.servers: Servers | None = None
-        self.running_save: Joined | None = None  # which needs its channel
+        self.join_save: Callable[[], object] = lambda: None  # waits for a save that needs its channel
         self.workers: Workers | None = None
         self._member: Membership | None = None
         self.group: ElasticGroup | None = None  # of trainers that come and go; this one then seems alone
@@ -317,8 +310,7 @@ class Connection:
 
     def close(self) -> None:
         """Disconnect, once a running save has ended; the process group stays."""
-        if self.running_save is not None:
-            self.running_save.join()
+        self.join_save()
         if self.workers is not None:
             self.workers.close()
         if self.servers is not None:
@@ -552,7 +544,7 @@ def _reach_others(
     job = JobEnvironment.read()
     if job.registry and job.role == Role.TRAINER and job.sharding == "dynamic":
         group = _open_group(settings, job)
-        run = group.enter()
+        run = group.client.enter()
         connection = Connection(replace(settings, elastic=True, member=group.member, run=run))
         connection.group = group
     else:

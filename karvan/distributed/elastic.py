@@ -235,10 +235,6 @@ class ElasticGroup:
         """The number of this trainer, for as long as it lives."""
         return self.client.member
 
-    def enter(self) -> str:
-        """Get the number of this trainer; returns the name of the run."""
-        return self.client.enter()
-
     def regroup(self) -> GroupRound:
         """Wait for the next round, and become a member of it.
 
@@ -318,9 +314,6 @@ class ElasticGroup:
         boards = join_boards(["group"], rank, world, partial(self._share, group_round), wanted=wanted)
         if boards is not None:
             return SharedMemoryChannel("group", boards["group"], rank, world, self._timeout, self._explain)
-        return self._network_channel(group_round, rank, world)
-
-    def _network_channel(self, group_round: GroupRound, rank: int, world: int) -> CollectiveChannel:
         store = PrefixStore(f"group/{group_round.number}", self._store)
         try:
             with closing_ports():

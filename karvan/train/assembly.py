@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,9 +18,8 @@ from karvan.data.columns.kinds import ColumnKind
 from karvan.data.identity import Identity
 from karvan.dense.communication import DenseCommunication, make_stepping
 from karvan.dense.steps import LocalDense
-from karvan.distributed import Connection
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.train.callbacks import Callbacks
+from karvan.train.callbacks import Callbacks, TrainerView
 from karvan.train.data_parallel import make_parallel
 from karvan.train.device_placement import device_of, make_placement, target_device
 from karvan.train.epoch import Accumulation
@@ -47,7 +46,7 @@ from karvan.train.results import ReportWindow, TrainingCounts
 from karvan.train.saving import NoSaver
 from karvan.train.step_routine import StepRoutine
 from karvan.train.stopping import StopRequest
-from karvan.train.types import Loss, MetricLike, same
+from karvan.train.types import same
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,10 @@ class RunProgress:
     banner_shown: bool = False  # a Trainer shows its banner once
 
 
-@dataclass(frozen=True)
-class TrainerParts:
-    """The parts of a Trainer, as they are when a fit begins."""
+class TrainerParts(TrainerView, Protocol):
+    """A Trainer, as its fits, reports and checkpoints use it."""
 
     setup: TrainingSetup
-    loss: Loss
-    metrics: dict[str, MetricLike]
     schedule: Schedule
     callbacks: Callbacks
     saver: NoSaver
@@ -94,7 +90,7 @@ class TrainerParts:
     log_every: int | None  # None: `report_period`, and progress may show numbers between
     resume_hint: str  # for people, after Ctrl-C
     nonfinite: str
-    run: RunProgress
+    run_progress: RunProgress
     stop_request: StopRequest
 
     def count(self, output: Any, batch: Any) -> None:
@@ -111,29 +107,18 @@ class TrainerParts:
         return {name: metric.state() for name, metric in self.metrics.items()}
 
     @property
-    def model(self) -> nn.Module:
-        """The model, on its device."""
-        return self.setup.runs.model
-
-    @property
-    def connection(self) -> Connection:
-        """How this process trains together with others."""
-        return self.setup.runs.connection
-
-    @property
     def counts(self) -> TrainingCounts:
         """How far training is."""
-        return self.run.counts
+        return self.run_progress.counts
 
     @property
     def window(self) -> ReportWindow:
         """The losses since the last report."""
-        return self.run.window
+        return self.run_progress.window
 
 
 def make_model_setup(
     model: nn.Module,
-    *,
     precision: str | torch.amp.GradScaler,
     device: torch.device | str | None,
     prefetch: int,
@@ -160,13 +145,13 @@ def make_model_setup(
 
 def make_training_setup(
     runs: ModelSetup,
-    *,
     dense_optimizer: DenseOptimizer | None,
     sparse_optimizer: SparseOptimizer | None,
     frozen: Patterns,
     settings: OptimizerStepSettings,
     communication: DenseCommunication,
     global_accumulation_steps: int | None = None,
+    *,
     must_train: bool,
 ) -> TrainingSetup:
     """What trains a model; a collective. must_train: a model that is not trained completely is an error."""

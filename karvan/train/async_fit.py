@@ -104,12 +104,12 @@ class OwnSteps(FitSteps):
         return self._train_batch(0, self._train)
 
     def _train(self, batch: FedBatch) -> TrainedBatch:
-        parts, routine = self._parts, self._parts.setup.routine
+        trainer, routine = self._trainer, self._trainer.setup.routine
         step = self._begin_batch(batch)
         number = self.commits.begin_own()
-        parts.setup.dense.fresh()
+        trainer.setup.dense.fresh()
         with blaming(batch.records):
-            losses = routine.gradients(step, parts.loss, parts.metrics, parts.count)
+            losses = routine.gradients(step, trainer.loss, trainer.metrics, trainer.count)
         self.bad.computed = True
         made_step = bool(routine.apply(step))
         done, confirmed = batch.done, self.records.confirmed
@@ -140,7 +140,7 @@ class OwnSteps(FitSteps):
         agreement = Agreement.gather(channel, 0, self._contribution(save=save))
         leaves = [contribution.leaves for contribution in agreement.contributions]
         if len({*leaves}) == 2:  # the states of metrics of those that leave go to the others
-            mine = self._parts.metric_states() if leaves[channel.rank] else {}
+            mine = self._trainer.metric_states() if leaves[channel.rank] else {}
             self.left_metrics = list(compress(gather_state(channel, mine), leaves))
         tally = channel.gather_json(self.commits.ask().counts if channel.rank == 0 else None)[0]
         return {"agreement": agreement.as_json(), "tally": tally, "world": channel.world_size}
@@ -195,7 +195,7 @@ class AsyncFit(ElasticFit):
     def _begin_run(self) -> None:
         self._own_steps.abandon()  # those who had the state of training, if there were any
         trained = self._own_steps.commits.ask()
-        if trained.batches and self._parts.saver.newest_step() is None and not self._own_steps.commits.step:
+        if trained.batches and self._trainer.saver.newest_step() is None and not self._own_steps.commits.step:
             raise mark(
                 RuntimeError(
                     f"All trainers that have trained the first {trained.batches} batches of the job are "
@@ -209,7 +209,7 @@ class AsyncFit(ElasticFit):
         self._met = self._counts.step
 
     def _begin_training(self) -> None:
-        dense = self._parts.setup.dense
+        dense = self._trainer.setup.dense
         if isinstance(dense, ElasticDense):
             dense.fill() if self._first else dense.join()
         super()._begin_training()
@@ -219,7 +219,7 @@ class AsyncFit(ElasticFit):
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
         super()._receive(everything)
-        for metric in self._parts.metrics.values():  # they are of one's own batches
+        for metric in self._trainer.metrics.values():  # they are of one's own batches
             metric.reset()
         self._batches = TrainedBatches(**everything["batches"])
         self._met = everything["met"]
@@ -253,8 +253,8 @@ class AsyncFit(ElasticFit):
         return False
 
     def _meeting_due(self, tally: Tally | None) -> bool:
-        saves = self._first and self._parts.saver.due_by_time()
-        if saves or self._parts.stop_request.reason is not None:
+        saves = self._first and self._trainer.saver.due_by_time()
+        if saves or self._trainer.stop_request.reason is not None:
             self._own_steps.commits.ask(meeting=self._actions + 1)
             return True
         asked = tally is not None and tally.meeting > self._actions
@@ -266,13 +266,13 @@ class AsyncFit(ElasticFit):
         for step in range(self._met + 1, self._counts.step + 1):
             if self._goal.evaluates_after_step(TrainingCounts(step=step)):
                 due.add("evaluate")
-            if self._parts.saver.due_by_steps(step):
+            if self._trainer.saver.due_by_steps(step):
                 due.add("save")
         return due
 
     def _note_batch(self, trained: TrainedBatch) -> None:
         """A batch of this trainer is trained."""
-        parts, counts = self._parts, self._counts
+        trainer, counts = self._trainer, self._counts
         Training.started = True
         activity.advance()
         if trained.taken:
@@ -280,21 +280,21 @@ class AsyncFit(ElasticFit):
         else:
             self._outcomes.skip(counts.step, [trained.batch])
         self._window.add(trained.losses)
-        parts.callbacks.on_step_end(
-            self._trainer, StepLogs(counts.step, counts.epoch, trained.samples, trained.losses, trained.taken)
+        trainer.callbacks.on_step_end(
+            trainer, StepLogs(counts.step, counts.epoch, trained.samples, trained.losses, trained.taken)
         )
 
     def _note_tally(self, tally: Tally) -> None:
         """Batches of all trainers are trained."""
-        parts, before = self._parts, self._counts.step
+        trainer, before = self._trainer, self._counts.step
         self._count(tally.counts, self._group.world_size)
         step = self._counts.step
         if self._first and step > before:
-            parts.progress.step(step)
+            trainer.progress.step(step)
             if step // self._reporter.period > before // self._reporter.period:
-                self._reporter.training(parts.metric_values())
+                self._reporter.training(trainer.metric_values())
             elif self._reporter.shows(step):
-                self._reporter.show(parts.metric_values())
+                self._reporter.show(trainer.metric_values())
 
     def _count(self, tally: Mapping[str, int], world: int) -> None:
         steps, new = self._batches.advance(tally, world)
@@ -309,12 +309,12 @@ class AsyncFit(ElasticFit):
         self._counts.step += steps
         self._trained += steps
         for _ in range(steps):
-            self._parts.schedule.after("step")
+            self._trainer.schedule.after("step")
 
     # Meetings
 
     def _complete_step(self, result: Mapping[str, Any]) -> None:
-        parts = self._parts
+        trainer = self._trainer
         self._count(result["tally"], result["world"])
         if result["agreement"] is None:
             self._plan_due(saves=False)
@@ -327,7 +327,7 @@ class AsyncFit(ElasticFit):
         if agreement.ended:
             self._end_epoch()
         if self._first:
-            parts.progress.step(self._counts.step)
+            trainer.progress.step(self._counts.step)
         self._react(agreement)
 
     def _take_over(self, agreement: Agreement) -> None:
@@ -335,7 +335,7 @@ class AsyncFit(ElasticFit):
         states, self._own_steps.left_metrics = self._own_steps.left_metrics, []
         stays = next((said.member for said in agreement.contributions if not said.leaves), None)
         if states and self._group.member == stays:
-            for name, metric in self._parts.metrics.items():
+            for name, metric in self._trainer.metrics.items():
                 metric.load_state(
                     joined(metric, [metric.state(), *(state[name] for state in states)]).state()
                 )
@@ -353,18 +353,18 @@ class AsyncFit(ElasticFit):
         return self._reporter.metrics()
 
     def _save_together(self) -> None:
-        self._metric_states = gather_state(self._group.channel, self._parts.metric_states())
+        self._metric_states = gather_state(self._group.channel, self._trainer.metric_states())
 
     def _trained_state(self) -> dict[str, Any]:
         state = super()._trained_state()
         if self._metric_states:
             metrics = {
                 name: joined(metric, [metric_state[name] for metric_state in self._metric_states]).state()
-                for name, metric in self._parts.metrics.items()
+                for name, metric in self._trainer.metrics.items()
             }
             state["ranks"] = [{**state["ranks"][0], "metrics": metrics}]
         return state
 
     def _finish_together(self) -> dict[str, Any]:
-        self._parts.setup.dense.settle()
+        self._trainer.setup.dense.settle()
         return super()._finish_together()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from karvan.activity import TRAINERS, activity
 from karvan.data.kafka import KafkaReader
@@ -22,7 +22,6 @@ from karvan.job.environment import JobEnvironment
 from karvan.ragged import Batch
 from karvan.train.assembly import TrainerParts
 from karvan.train.async_fit import AsyncFit
-from karvan.train.callbacks import TrainerView
 from karvan.train.elastic_fit import ElasticFit
 from karvan.train.evaluation import Predictor
 from karvan.train.feed import FedBatch, LeasedFeed
@@ -36,20 +35,6 @@ from karvan.wire import Security
 _log = logging.getLogger("karvan.train")
 
 _IDLE = 0.05  # seconds between two questions for a batch, while others work on the last records
-
-
-class FitHost(Protocol):
-    """A fit that is over, whose state those who come later need."""
-
-    def welcome(self, call: int) -> None:
-        """Meet those who wait for the others; call: the one of the program that this trainer is in."""
-
-
-class NoFit:
-    """No fit was made, so nobody needs its state."""
-
-    def welcome(self, call: int) -> None:
-        """Nobody waits."""
 
 
 @dataclass(eq=False)
@@ -66,11 +51,11 @@ class LeasedPrediction:
     batches.
     """
 
-    parts: TrainerParts
+    trainer: TrainerParts
     group: ElasticGroup
     data: SharedData
     client: WorkClient
-    host: FitHost
+    host: ElasticFit | None  # the last fit of the program, whose state those who come later need
 
     def __post_init__(self) -> None:
         self.group.calls.last += 1
@@ -95,7 +80,7 @@ class LeasedPrediction:
         try:
             if self._number >= calls.passed:
                 self._begin()
-                yield from self._predict(self.parts.evaluator.predictor(columns))
+                yield from self._predict(self.trainer.evaluator.predictor(columns))
         finally:
             calls.predicts = False
             self.client.close()
@@ -103,17 +88,22 @@ class LeasedPrediction:
     def _begin(self) -> None:
         parts, size = self.data.parts, self._plan.records_per_task
         while not self.client.begin_prediction(self._number, parts, size):
-            self.host.welcome(self._number)
+            self._welcome()
             with activity.waiting(TRAINERS):
                 time.sleep(_IDLE)
 
+    def _welcome(self) -> None:
+        """Meet those who wait for this trainer in an earlier call."""
+        if self.host is not None:
+            self.host.welcome(self._number)
+
     def _predict(self, predictor: Predictor) -> Generator[Prediction, None, None]:
         loader = self.data.lease_prediction(self.client, self._number)
-        place = partial(self.parts.setup.runs.placement.place, training=False)
-        feed = LeasedFeed(loader, place, self.parts.setup.runs.prefetch)
+        place = partial(self.trainer.setup.runs.placement.place, training=False)
+        feed = LeasedFeed(loader, place, self.trainer.setup.runs.prefetch)
         try:
             while not feed.ended:
-                self.host.welcome(self._number)
+                self._welcome()
                 with self._naming():
                     batch = feed.take(lambda: self.group.waiting)
                 if batch is None:
@@ -154,8 +144,8 @@ class LeasedPrediction:
         assert error is not None
 
         def check(batch: Batch) -> None:
-            self.parts.evaluator.predictor(()).output(
-                self.parts.setup.runs.placement.place(batch, training=False)
+            self.trainer.evaluator.predictor(()).output(
+                self.trainer.setup.runs.placement.place(batch, training=False)
             )
 
         bad = self.data.search(in_order=True).find(failed.records, [check])
@@ -164,29 +154,29 @@ class LeasedPrediction:
         return named_error(error, failed.records, bad.record)
 
 
-def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin) -> Fit:
+def make_fit(trainer: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin) -> Fit:
     """The fit for the connection of a Trainer; an error if it cannot train this data in this way."""
-    connection = parts.connection
+    connection = trainer.connection
     if connection.group is None:
-        return Fit(trainer, parts, data, goal, begin)
+        return Fit(trainer, data, goal, begin)
     leased = require_leased(data)
     require_evaluable(goal.eval_data, "eval_data")
-    if engines_of(parts.model) and connection.servers is None:
+    if engines_of(trainer.model) and connection.servers is None:
         raise ValueError(
             "With sharding: dynamic, trainers come and go, and rows that are sharded over them would go "
             'with them: keep rows on parameter servers, kv.connect("remote"), or use sharding: static.'
         )
-    if parts.setup.runs.precision.always_checks:
+    if trainer.setup.runs.precision.always_checks:
         raise ValueError(
             "precision fp16 needs a loss scale that all trainers share, but with sharding: dynamic "
             "trainers come and go: expected fp32 or bf16."
         )
-    if parts.setup.passes.count != 1:
+    if trainer.setup.passes.count != 1:
         raise ValueError(
             "gradient_accumulation_steps needs a fixed number of trainers, but with sharding: dynamic "
             "they come and go: expected 1."
         )
-    communication = parts.setup.communication
+    communication = trainer.setup.communication
     if communication.dense_reduce != "mean" or communication.average_every != 1:
         raise ValueError(
             "dense_reduce and average_every need a fixed number of trainers, but with sharding: dynamic "
@@ -196,33 +186,28 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     client = _connect(connection.group)
     limits = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in limits.items() if n is not None})
-    fit = LeasedFit(parts, connection.group, leased, client, work)
+    fit = LeasedFit(trainer, connection.group, leased, client, work)
     if not connection.settings.mode.dense_on_servers:
-        return ElasticFit(trainer, fit, goal, begin)
+        return ElasticFit(fit, goal, begin)
     if job.global_batches is not None:
         raise ValueError(
             f"global_batches={job.global_batches} makes steps of all trainers together, but in mode async "
             "each trains on its own: expected none, or mode sync."
         )
-    return AsyncFit(trainer, fit, goal, begin)
+    return AsyncFit(fit, goal, begin)
 
 
 def make_predictions(
-    parts: TrainerParts, data: Iterable[Any], columns: Iterable[str], host: FitHost
+    trainer: TrainerParts, data: Iterable[Any], columns: Iterable[str], host: ElasticFit | None
 ) -> Iterator[Prediction]:
     """Predictions under the connection of a Trainer; host: its last fit that others may need."""
-    group = parts.connection.group
+    group = trainer.connection.group
     if group is None or group.calls.in_fit:  # by a callback, which may want all of them
-        return parts.evaluator.predict(data, columns)
+        return trainer.evaluator.predict(data, columns)
     require_evaluable(data, "data to predict")
     if not isinstance(data, SharedData):
-        return parts.evaluator.predict(data, columns)
-    return LeasedPrediction(parts, group, data, _connect(group), host).predictions(columns)
-
-
-def host_of(fit: Fit, before: FitHost) -> FitHost:
-    """The fit that has the state of training from now on; before: the one that had it."""
-    return fit if isinstance(fit, ElasticFit) and fit.begun else before
+        return trainer.evaluator.predict(data, columns)
+    return LeasedPrediction(trainer, group, data, _connect(group), host).predictions(columns)
 
 
 def _connect(group: ElasticGroup) -> WorkClient:

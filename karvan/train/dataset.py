@@ -146,23 +146,6 @@ class Record:
         return f"It had trained {trained}{f', of {self.goal}' if self.goal else ''}."
 
 
-def state_of(
-    identity: Identity | None,
-    finished: bool,
-    goal: str = "",
-    early: bool = False,
-    past: tuple[FinishedData, ...] = (),
-) -> dict[str, Any]:
-    """The state of the data for checkpoints; see `Record`."""
-    return {
-        "identity": None if identity is None else identity.state(),
-        "finished": finished,
-        "wanted": goal,
-        "early": early,
-        "past": [dict(vars(finished)) for finished in past],
-    }
-
-
 def record_of(checkpoint: Checkpoint) -> Record | None:
     """What a checkpoint says about its data, without loading it; None if it is not one of training."""
     tree = checkpoint.manifest.state
@@ -206,87 +189,11 @@ def is_other(
     )
 
 
-def drops_rest(checkpoint: Checkpoint, identity: Identity | None, drop_unfinished: bool) -> bool:
-    """Whether other data than a checkpoint's may begin, whatever is left of it; an error as by `is_other`."""
-    record = record_of(checkpoint)
-    if record is None or record.finished or drop_unfinished:
-        return True
-    is_other(record, identity, checkpoint, drop_unfinished)
-    return False
-
-
-def compare(
-    checkpoint: Checkpoint, identity: Identity | None, drop_unfinished: bool
-) -> tuple[bool, tuple[FinishedData, ...], FinishedData | None]:
-    """Whether data is other data than a checkpoint's; what the run has trained to its end before it; and how
-    it has trained this data, if that is a part of it, with a warning.
-    """
-    record = record_of(checkpoint)
-    if not is_other(record, identity, checkpoint, drop_unfinished):
-        return False, () if record is None else record.past, None
-    assert record is not None
-    before = next((past for past in record.history if identity is not None and past.id == identity.id), None)
-    if identity is None or identity.grows or before is None:
-        return True, record.history, None
-    _log.warning(
-        "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
-        before.label,
-        before.amount,
-        before.step,
-    )
-    return True, record.history, before
-
-
 def begin_data(counts: TrainingCounts, before: FinishedData | None = None) -> None:
     """Count epochs and steps of other data from here, or from what was trained before; the step continues."""
     counts.epoch = 0 if before is None else before.epochs
     counts.batches = 0
     counts.start_step = counts.step - (0 if before is None else before.steps)
-
-
-def announcement(
-    checkpoint: Checkpoint,
-    record: Record | None,
-    identity: Identity | None,
-    other: bool,
-    before: FinishedData | None = None,
-) -> str:
-    """The line that says where a fit starts."""
-    if before is not None:
-        return (
-            f"Continuing from {checkpoint.path} with data that was trained before "
-            f"({before.amount}, up to step {before.step}): {before.label}."
-        )
-    if not other or identity is None:
-        return f"Resuming from {checkpoint.path}."
-    saved_identity = None if record is None else record.identity
-    shared = 0 if saved_identity is None else len(set(saved_identity.files) & set(identity.files))
-    again = f" {shared} of its {len(identity.files)} files were trained on before." if shared else ""
-    return f"Resuming from {checkpoint.path} with new data: {identity.label}.{again}"
-
-
-def nothing_to_do(data: Any, identity: Identity | None, goal: str, before: FinishedData | None = None) -> str:
-    """The line that says why a fit trains nothing; a warning if that may not be intended."""
-    if identity is None:
-        _log.warning(
-            "%s has no identity, so Karvan takes it for the data of the checkpoint. That was trained to "
-            "its end: nothing to do. For new data, give it a name: fit(data, data_name=…).",
-            type(data).__name__,
-        )
-    label = "this data" if identity is None else f"this data ({identity.label})"
-    if before is not None:
-        more = "" if before.early else "larger epochs or max_steps, or "
-        return (
-            f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
-            f"nothing to do. To train it again, call fit with {more}a new data_name."
-        )
-    return f"The run has trained {goal} of {label} already."
-
-
-def warn_nothing_new(identity: Identity | None, connection: Connection) -> None:
-    """Say that data that grows had no records after those that were trained."""
-    if identity is not None and connection.rank == 0:
-        _log.warning("%s: no new messages, so nothing more is trained.", identity.label)
 
 
 def remaining(newest: Checkpoint | None, windows: Windows) -> Iterator[Window]:
@@ -486,3 +393,102 @@ class Transforms:
                 f"Features of rank {channel.rank} and rank {others[0]} have different statistics. Call "
                 "fit after kv.connect, on all ranks, which merges them, or load them from a checkpoint."
             )
+
+
+class RunData:
+    """The data that a run trains on: what it is, its transforms, and what the run has trained before it."""
+
+    def __init__(self, transforms: Transforms, connection: Connection, counts: TrainingCounts) -> None:
+        self.transforms = transforms
+        self.identity: Identity | None = None
+        self.past: tuple[FinishedData, ...] = ()  # data that the run has trained to its end before
+        self.before: FinishedData | None = None  # how it has trained this data, if that is one of them
+        self._connection = connection
+        self._counts = counts
+
+    @property
+    def grows(self) -> bool:
+        """Whether there may be more of the data later, as of a Kafka topic."""
+        return self.identity is not None and self.identity.grows
+
+    def identify(self, data: Any, name: str | None) -> None:
+        """Find out what the data is; a collective."""
+        self.identity = identify(data, name, self._connection)
+
+    def compare(self, checkpoint: Checkpoint, drop_unfinished: bool) -> bool:
+        """Whether it is other data than a checkpoint's; warns if the run has trained it before."""
+        record, identity = record_of(checkpoint), self.identity
+        other = is_other(record, identity, checkpoint, drop_unfinished)
+        self.past, self.before = () if record is None else record.past, None
+        if other and record is not None:
+            self.past = record.history
+        if other and identity is not None and not identity.grows:
+            self.before = next((past for past in self.past if past.id == identity.id), None)
+        if self.before is not None:
+            _log.warning(
+                "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
+                self.before.label,
+                self.before.amount,
+                self.before.step,
+            )
+        return other
+
+    def drops_rest(self, newest: Checkpoint | None, drop_unfinished: bool) -> bool:
+        """Whether other data than the newest checkpoint's may begin, whatever is left of that; may raise."""
+        record = None if newest is None else record_of(newest)
+        if newest is None or record is None or record.finished or drop_unfinished:
+            return True
+        is_other(record, self.identity, newest, drop_unfinished)
+        return False
+
+    def begin(self) -> None:
+        """Count epochs and steps of this data from here, or from what was trained of it; `step` continues."""
+        begin_data(self._counts, self.before)
+
+    def state(self, finished: bool, goal: str = "", early: bool = False) -> dict[str, Any]:
+        """The state of the data for checkpoints; see `Record`."""
+        return {
+            "identity": None if self.identity is None else self.identity.state(),
+            "finished": finished,
+            "wanted": goal,
+            "early": early,
+            "past": [dict(vars(finished)) for finished in self.past],
+        }
+
+    def announcement(self, checkpoint: Checkpoint, other: bool) -> str:
+        """The line that says where a fit starts."""
+        identity, before = self.identity, self.before
+        if before is not None:
+            return (
+                f"Continuing from {checkpoint.path} with data that was trained before "
+                f"({before.amount}, up to step {before.step}): {before.label}."
+            )
+        if not other or identity is None:
+            return f"Resuming from {checkpoint.path}."
+        record = record_of(checkpoint)
+        files = () if record is None or record.identity is None else record.identity.files
+        shared = len(set(files) & set(identity.files))
+        again = f" {shared} of its {len(identity.files)} files were trained on before." if shared else ""
+        return f"Resuming from {checkpoint.path} with new data: {identity.label}.{again}"
+
+    def nothing_to_do(self, data: Any, goal: str) -> str:
+        """The line that says why a fit trains nothing; a warning if that may not be intended."""
+        if self.identity is None:
+            _log.warning(
+                "%s has no identity, so Karvan takes it for the data of the checkpoint. That was trained to "
+                "its end: nothing to do. For new data, give it a name: fit(data, data_name=…).",
+                type(data).__name__,
+            )
+        label = "this data" if self.identity is None else f"this data ({self.identity.label})"
+        if self.before is None:
+            return f"The run has trained {goal} of {label} already."
+        more = "" if self.before.early else "larger epochs or max_steps, or "
+        return (
+            f"The run has trained {self.before.amount} of {label} already, up to step {self.before.step}: "
+            f"nothing to do. To train it again, call fit with {more}a new data_name."
+        )
+
+    def warn_nothing_new(self) -> None:
+        """Say that data that grows had no records after those that were trained."""
+        if self.identity is not None and self._connection.rank == 0:
+            _log.warning("%s: no new messages, so nothing more is trained.", self.identity.label)

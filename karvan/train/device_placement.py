@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +29,22 @@ _log = logging.getLogger("karvan.train")
 _CPU = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class Placement:
-    """For a model on the CPU: batches are where they are needed already."""
+    """For a model on the CPU: batches are where they are needed already.
 
-    def __init__(
-        self, prepare: Callable[[Any], Any], engines: Sequence[EmbeddingEngine], check: Check = no_check
-    ) -> None:
-        self._call = prepare
-        self._engines = engines
-        self.check = check  # of labels and weights
-        self._checks_first = prepare is same  # otherwise it may make the labels
+    prepare: called with every batch. engines: they group the ids of batches in advance. check: of labels and
+    weights.
+    """
+
+    model: nn.Module
+    device: torch.device
+    prepare: Callable[[Any], Any]
+    engines: Sequence[EmbeddingEngine]
+    check: Check = no_check
+
+    def __post_init__(self) -> None:
+        self._checks_first = self.prepare is same  # otherwise it may make the labels
 
     def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
         """Makes the context in which a feed takes and places batches, on its own thread.
@@ -66,10 +73,10 @@ class Placement:
             self.check(batch)
         prepared = self._moved(batch)
         if not self._checks_first:
-            prepared = as_batch(self._call(prepared))
+            prepared = as_batch(self.prepare(prepared))
             if checks:
                 self.check(prepared)
-        for engine in self._engines:
+        for engine in self.engines:
             engine.prepare(prepared, training=training)
         return prepared
 
@@ -79,7 +86,7 @@ class Placement:
 
     def forget(self) -> None:
         """Drop batches that were prepared for training and will not be used."""
-        for engine in self._engines:
+        for engine in self.engines:
             engine.forget_prepared()
 
     def receive(self, batch: Any) -> None:
@@ -92,26 +99,17 @@ class Placement:
 class CudaPlacement(Placement):
     """For a model on a GPU: copies use a separate stream, so they do not wait for the computation."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        prepare: Callable[[Any], Any],
-        engines: Sequence[EmbeddingEngine],
-        check: Check = no_check,
-    ) -> None:
-        super().__init__(prepare, engines, check)
-        self._device = device
-        self._model = model
-        self._host = host_columns(model, device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._host = host_columns(self.model, self.device)
         self._warned = False
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._placed: dict[int, torch.cuda.Event] = {}  # when a batch is ready, by its id
 
     @override
     def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
         """What the feed's thread computes is on the stream of the copies."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # batches may be on the GPU already
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # batches may be on the GPU already
         return self._on_stream
 
     def _on_stream(self) -> AbstractContextManager[Any]:
@@ -121,7 +119,7 @@ class CudaPlacement(Placement):
     @override
     def place(self, batch: Any, training: bool | None = None) -> Any:
         batch = as_batch(batch)
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         if current != self._stream and not _on_cpu(batch):  # outside of a feed: it may not be ready yet
             self._stream.wait_stream(current)
         with self._on_stream():
@@ -132,10 +130,10 @@ class CudaPlacement(Placement):
     @override
     def _moved(self, batch: Any) -> Any:
         # The data may have copied it to the device already; not for columns that the CPU needs.
-        if isinstance(batch, CopiedBatch) and batch.device == self._device and not self._host:
+        if isinstance(batch, CopiedBatch) and batch.device == self.device and not self._host:
             return batch
         device_columns = {name: entry for name, entry in batch.items() if name not in self._host}
-        moved = copy_columns(device_columns, self._device)
+        moved = copy_columns(device_columns, self.device)
         columns = {
             name: moved[name] if name in moved else self._on_host(name, entry)
             for name, entry in batch.items()
@@ -160,7 +158,7 @@ class CudaPlacement(Placement):
     @override
     def receive(self, batch: Any) -> None:
         """Waits for the copies, and holds their memory until they were used."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         ready = self._placed.pop(id(batch), None)
         if ready is None:  # a batch that is computed again
             current.wait_stream(self._stream)
@@ -181,12 +179,12 @@ class CudaPlacement(Placement):
         Those on the device need nothing, unless features are computed on the CPU.
         """
         hooks = []
-        for engine in engines_of(self._model):
-            if engine.store.device != self._device:
+        for engine in engines_of(self.model):
+            if engine.store.device != self.device:
                 hooks.append(engine.register_forward_pre_hook(_ids_to(_CPU)))
                 hooks.append(engine.register_forward_hook(self._vectors_to_device))
             elif self._host:
-                hooks.append(engine.register_forward_pre_hook(_ids_to(self._device)))
+                hooks.append(engine.register_forward_pre_hook(_ids_to(self.device)))
         try:
             yield
         finally:
@@ -194,7 +192,7 @@ class CudaPlacement(Placement):
                 hook.remove()
 
     def _vectors_to_device(self, module: nn.Module, args: Any, outputs: dict[str, Any]) -> dict[str, Any]:
-        return {name: _moved(output, self._device) for name, output in outputs.items()}
+        return {name: _moved(output, self.device) for name, output in outputs.items()}
 
 
 def make_placement(
@@ -204,10 +202,9 @@ def make_placement(
     engines: Sequence[EmbeddingEngine],
     check: Check = no_check,
 ) -> Placement:
-    """The placement for a device; `engines` group the ids of batches in advance, `check` checks labels."""
-    if device.type == "cuda":
-        return CudaPlacement(model, device, prepare, engines, check)
-    return Placement(prepare, engines, check)
+    """The placement for a model's device."""
+    kind = CudaPlacement if device.type == "cuda" else Placement
+    return kind(model, device, prepare, engines, check)
 
 
 def device_of(model: nn.Module) -> torch.device:

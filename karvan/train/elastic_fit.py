@@ -43,8 +43,7 @@ from karvan.distributed import RankError
 from karvan.distributed.elastic import Standing, Standings
 from karvan.errors import Training
 from karvan.ragged import Batch
-from karvan.train import dataset, train_state
-from karvan.train.callbacks import TrainerView
+from karvan.train import train_state
 from karvan.train.dataset import FinishedData
 from karvan.train.evaluation import EvaluationSums
 from karvan.train.fit import Begin, Fit, check_fit
@@ -57,18 +56,15 @@ from karvan.train.stopping import Goal
 
 
 class LeasedEvaluations:
-    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated.
+    """The evaluations of one fit.
 
     A slow trainer evaluates fewer records. A trainer keeps the leases of what it has evaluated until all have
     added up their results. So if one dies before, its tasks, and only these, are leased by the others, who
     have kept their own results.
     """
 
-    def __init__(self, fit: LeasedFit, evaluate: Callable[[Iterable[Any]], dict[str, float]]) -> None:
-        self._parts = fit.parts
-        self._client = fit.client
-        self._group = fit.group
-        self._evaluate = evaluate
+    def __init__(self, fit: LeasedFit) -> None:
+        self._fit = fit
         self._current: tuple[int, EvaluationSums] | None = None  # its number, and what was evaluated
         self._done: dict[int, int] = {}  # records of leased tasks, by token
 
@@ -79,24 +75,24 @@ class LeasedEvaluations:
         RankError it is called again, in the next round: it evaluates what is left.
         """
         if not isinstance(data, SharedData):
-            return self._evaluate(data)
-        evaluator = self._parts.evaluator
+            return self._fit.trainer.evaluate(data)
+        evaluator = self._fit.trainer.evaluator
         if self._current is None:
-            self._current = number, evaluator.begin(self._parts.metrics)
+            self._current = number, evaluator.begin(self._fit.trainer.metrics)
         number, sums = self._current
         with closing(self._batches(data, number)) as batches:
             evaluator.add(sums, data, batches)
-        return evaluator.results(sums, self._group.channel)
+        return evaluator.results(sums, self._fit.group.channel)
 
     def end(self) -> None:
         """All have the results: the leases can end."""
         if self._done:
-            self._client.acknowledge(self._done)
+            self._fit.client.acknowledge(self._done)
         self._current, self._done = None, {}
 
     def _batches(self, data: SharedData, number: int) -> Generator[Batch, None, None]:
         # Reading begins here, when the evaluator has said which columns must have values.
-        loader = data.lease_evaluation(self._client, number)
+        loader = data.lease_evaluation(self._fit.client, number)
         try:
             for batch in loader:
                 self._done |= records_done(loader.hand_over())
@@ -114,17 +110,11 @@ _IDLE = 0.02  # seconds between two steps without a batch, while others work on 
 class ElasticFit(Fit):
     """Trains a Trainer's model on leased data, together with the trainers of the group."""
 
-    def __init__(
-        self,
-        trainer: TrainerView,
-        leased: LeasedFit,
-        goal: Goal,
-        begin: Begin,
-    ) -> None:
-        super().__init__(trainer, leased.parts, leased.data, goal, begin)
+    def __init__(self, leased: LeasedFit, goal: Goal, begin: Begin) -> None:
+        super().__init__(leased.trainer, leased.data, goal, begin)
         self._leased = leased
         self._group = leased.group
-        self._evaluations = LeasedEvaluations(leased, trainer.evaluate)
+        self._evaluations = LeasedEvaluations(leased)
         self._stack = ExitStack()
         self.begun = False  # whether this trainer has the state of training
         self._first = False  # whether it has reported, saved and acknowledged for all
@@ -138,18 +128,17 @@ class ElasticFit(Fit):
 
     def run(self) -> FitResult:
         """Train."""
-        parts = self._parts
+        trainer = self._trainer
         with self._stack as stack:
             self._call = stack.enter_context(self._group.calls.fit())
             self._started = time.monotonic()
             if self._call < self._group.calls.passed:
                 return self._over_before()
             self._enter(stack)
-            check_fit(self._trainer, parts, self._goal)
-            check_choice(parts.saver, self._how.resume)
-            self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
-            newest = parts.saver.latest()
-            drops = newest is None or dataset.drops_rest(newest, self._identity, self._how.drop_unfinished)
+            check_fit(trainer, self._goal)
+            check_choice(trainer.saver, self._how.resume)
+            self._run_data.identify(self._data, self._how.data_name)
+            drops = self._run_data.drops_rest(trainer.saver.latest(), self._how.drop_unfinished)
             spec = self._leased.data.spec(self._leased.work.most_tries, self._leased.work.skip_bad_records)
             self._leased.client.open(spec, drops)
             self._transforms.use(self._data, self._goal.eval_data)
@@ -187,7 +176,7 @@ class ElasticFit(Fit):
         before = self._group.world_size if self.begun else 0
         self._group.regroup()
         if not self.begun:
-            self._parts.connection.rejoin(self._group.round.run)
+            self._trainer.connection.rejoin(self._group.round.run)
         self._steps.regrouped()
         channel, counts, calls = self._group.channel, self._counts, self._group.calls
         knows = self.begun or calls.finished > 0
@@ -216,10 +205,10 @@ class ElasticFit(Fit):
         if self._result is None and self._call < all_said.passed:
             calls.passed = all_said.passed
             self._result = self._over_before()
-            self._parts.callbacks.on_fit_end(self._trainer, self._result)
+            self._trainer.callbacks.on_fit_end(self._trainer, self._result)
         self._regroup_due = self._result is None and not all_said.together
         if self._first and not self._regroup_due and before and before != channel.world_size:
-            self._parts.progress.say(
+            self._trainer.progress.say(
                 f"{channel.world_size} trainer{'s' * (channel.world_size != 1)} from step {counts.step} on, "
                 f"after {before}."
             )
@@ -242,15 +231,15 @@ class ElasticFit(Fit):
 
     def _over_before(self) -> FitResult:
         """The result of a fit that was over when this trainer was started again."""
-        newest = self._parts.saver.latest()
+        newest = self._trainer.saver.latest()
         return self._make_result(None, None if newest is None else str(newest.path), {})
 
     def _begin_run(self) -> None:
         """Nobody has the state of training: load the newest checkpoint, or start from the beginning."""
-        parts = self._parts
+        trainer = self._trainer
         self._own_folder()
         self._first = True
-        parts.saver.require_writable()
+        trainer.saver.require_writable()
         resumed = self._resume()
         self._begin_training()
         self._announce(resumed)
@@ -264,25 +253,25 @@ class ElasticFit(Fit):
         self._steps.restore(None)
 
     def _begin_training(self) -> None:
-        parts = self._parts
-        parts.run.columns = self._transforms.columns
-        parts.model.train()
-        parts.saver.begin()
+        trainer = self._trainer
+        trainer.run_progress.columns = self._transforms.columns
+        trainer.model.train()
+        trainer.saver.begin()
         # It counts from here on, not from the start of the run.
-        self._reporter = Reporter(parts, self._goal.max_steps)  # how long an epoch is, only its end says
+        self._reporter = Reporter(trainer, self._goal.max_steps)  # how long an epoch is, only its end says
         self.begun = True
-        parts.callbacks.on_fit_begin(self._trainer)
+        trainer.callbacks.on_fit_begin(trainer)
 
     def _open_reports(self) -> None:
-        parts, counts = self._parts, self._counts
-        parts.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
-        self._stack.callback(parts.progress.end)
-        parts.loggers.open(counts.step)
-        self._stack.callback(parts.loggers.close)
+        trainer, counts = self._trainer, self._counts
+        trainer.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
+        self._stack.callback(trainer.progress.end)
+        trainer.loggers.open(counts.step)
+        self._stack.callback(trainer.loggers.close)
 
     def _own_folder(self) -> None:
         """Take the folder of checkpoints over from the last trainer that saved, should it still run."""
-        folder, connection = self._parts.saver.folder, self._parts.connection
+        folder, connection = self._trainer.saver.folder, self._trainer.connection
         self._stack.enter_context(owned_folder(folder, connection, self._group.client.group))
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
@@ -299,8 +288,8 @@ class ElasticFit(Fit):
     def _everything(self) -> dict[str, Any]:
         """What another trainer needs to train with this one."""
         return {
-            "state": {**train_state.take(self._parts), **self._transforms.state()},
-            "past": [dict(vars(finished)) for finished in self._past],
+            "state": {**train_state.take(self._trainer), **self._transforms.state()},
+            "past": [dict(vars(finished)) for finished in self._run_data.past],
             "todo": list(self._todo),
             "actions": self._actions,
             "last": self._last,
@@ -311,15 +300,15 @@ class ElasticFit(Fit):
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
         """Become a copy of the trainer that has sent `_everything`."""
-        parts, state = self._parts, everything["state"]
-        parts.setup.update.forget()
-        train_state.restore(parts, state)
+        trainer, state = self._trainer, everything["state"]
+        trainer.setup.update.forget()
+        train_state.restore(trainer, state)
         self._transforms.load(state)
         self._todo, self._actions = list(everything["todo"]), everything["actions"]
         self._last, self._unsaved = everything["last"], everything["unsaved"]
         self._saved_first = everything["saved_first"]
         self._steps.seed = everything["seed"]
-        self._past = tuple(FinishedData(**finished) for finished in everything["past"])
+        self._run_data.past = tuple(FinishedData(**finished) for finished in everything["past"])
         self._begin_training()
 
     # Actions
@@ -365,10 +354,10 @@ class ElasticFit(Fit):
     # Steps
 
     def _step_together(self) -> dict[str, Any]:
-        return self._steps.agree(save=self._first and self._parts.saver.take_time())
+        return self._steps.agree(save=self._first and self._trainer.saver.take_time())
 
     def _complete_step(self, result: Mapping[str, Any]) -> None:
-        parts, counts = self._parts, self._counts
+        trainer, counts = self._trainer, self._counts
         agreement, applied = self._group_steps.apply(result)
         if agreement.samples:
             Training.started = True
@@ -381,10 +370,10 @@ class ElasticFit(Fit):
             if counts.step % self._reporter.period == 0:
                 self._todo.append("report")
             elif self._first and self._reporter.shows(counts.step):
-                self._reporter.show(parts.metric_values())
+                self._reporter.show(trainer.metric_values())
             if self._goal.evaluates_after_step(counts):
                 self._plan_evaluation()
-            saves = parts.saver.due_by_steps(counts.step) or any(
+            saves = trainer.saver.due_by_steps(counts.step) or any(
                 contribution.save for contribution in agreement.contributions
             )
             if saves and not self._has_all():
@@ -415,14 +404,14 @@ class ElasticFit(Fit):
         self._result = self._make_result("terminate", None, {})
 
     def _end_epoch(self) -> None:
-        parts, counts = self._parts, self._counts
+        trainer, counts = self._trainer, self._counts
         if not counts.batches:
             raise ValueError(f"Epoch {counts.epoch} must have at least one batch, but the data gave none.")
-        parts.schedule.after("epoch")
+        trainer.schedule.after("epoch")
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._unsaved = True
             self._plan_evaluation()
-        parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
+        trainer.callbacks.on_epoch_end(trainer, counts.epoch)
         counts.epoch += 1
         counts.batches = 0
         self._unsaved = True
@@ -434,7 +423,7 @@ class ElasticFit(Fit):
     def _training_metrics(self) -> dict[str, float]:
         """The metrics of training so far; a collective, so that no trainer is two actions behind another."""
         self._group.channel.barrier()
-        return self._parts.metric_values()
+        return self._trainer.metric_values()
 
     def _complete_report(self, metrics: Mapping[str, float]) -> None:
         if self._first:
@@ -447,7 +436,7 @@ class ElasticFit(Fit):
     def _complete_evaluation(self, results: Mapping[str, float]) -> None:
         self._evaluations.end()
         super()._complete_evaluation(results)
-        if self._parts.saver.keeps_best and "save" not in self._todo:
+        if self._trainer.saver.keeps_best and "save" not in self._todo:
             self._todo.insert(0, "save")
 
     def _save_together(self) -> None:
@@ -458,9 +447,9 @@ class ElasticFit(Fit):
         self._save_together()
         shared: dict[str, Any] = {}
         if self._first:
-            finished = self._has_all() or self._parts.stop_request.final
+            finished = self._has_all() or self._trainer.stop_request.final
             with self._steps.export() if finished else nullcontext():
-                shared["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
+                shared["checkpoint"] = self._trainer.saver.finish(self._unsaved, self._snapshot)
             shared["bad_records"] = self._steps.bad_records()
         first = self._group.channel.gather_json(shared)[0]
         return {**first, "metrics": self._training_metrics()}

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from logging import getLogger
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from karvan.argument_checks import check_integers
 from karvan.data.loading.rank_shares import kind_of, mismatch
-from karvan.distributed import Connection
 from karvan.errors import Training
 from karvan.train.dataset import UnfinishedError
-from karvan.train.device_placement import Placement
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed, merged_position, move_back, never, position_of
 from karvan.train.results import TrainingCounts, gather_state, random_state, set_random_state
 from karvan.train.types import Positioned, samples_of
+
+if TYPE_CHECKING:
+    from karvan.train.assembly import TrainingSetup
 
 
 @dataclass(frozen=True)
@@ -159,16 +160,14 @@ class Epoch:
     """
 
     data: Iterable[Any]
-    connection: Connection
-    placement: Placement
-    passes: Accumulation
+    setup: TrainingSetup
     counts: TrainingCounts
-    prefetch: int
     stopped: Callable[[], object] = never
     due: Callable[[], bool] = never
     ends: Callable[[str | None], bool] = lambda reason: False
 
     def __post_init__(self) -> None:
+        self.connection, self.placement = self.setup.runs.connection, self.setup.runs.placement
         self._position: Any = None  # of the data, after the last batch that was trained on
         self._skip = 0  # batches of the data that were trained on before
         self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
@@ -180,7 +179,7 @@ class Epoch:
 
     def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
-        counts, any_group, passes = self.counts, False, self.passes.count
+        counts, any_group, passes = self.counts, False, self.setup.passes.count
         self.complete = False
         if counts.batches == 0:
             begin()
@@ -216,7 +215,7 @@ class Epoch:
 
     def _begin_feed(self) -> Feed:
         self.placement.forget()  # what the feed before had prefetched
-        passes, begin = self.passes, self.counts.step + self.counts.passed
+        passes, begin = self.setup.passes, self.counts.step + self.counts.passed
         rounds = RankRounds(
             self.connection,
             "fit",
@@ -226,7 +225,7 @@ class Epoch:
         self._feed = feed(
             self.data,
             partial(self.placement.place, training=True),
-            prefetch=self.prefetch,
+            prefetch=self.setup.runs.prefetch,
             skip=self._skip,
             stopped=self.stopped,
             rounds=rounds,

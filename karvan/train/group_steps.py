@@ -147,9 +147,9 @@ class GroupSteps(FitSteps):
 
     def __init__(self, fit: LeasedFit) -> None:
         super().__init__(fit)
-        self._update = fit.parts.setup.update
+        self._update = fit.trainer.setup.update
         self._parameters = [parameter for parameter in self._update.parameters() if parameter.requires_grad]
-        self._metrics = SharedMetrics(fit.parts.metrics)
+        self._metrics = SharedMetrics(fit.trainer.metrics)
         self._computed: dict[int, ComputedBatch] = {}  # this trainer's batches of the step, by number
         self._total: Tensor | None = None  # the sum of gradients over all trainers, once it is known
 
@@ -159,7 +159,7 @@ class GroupSteps(FitSteps):
         After a RankError it may be called again: gradients are not computed again. save: whether this trainer
         says that a checkpoint is due.
         """
-        step, channel = self._parts.counts.step + 1, self._group.channel
+        step, channel = self._trainer.counts.step + 1, self._group.channel
         if self._commits is not None:  # gradients from now on are of this step
             self._commits.begin_step(step)
         plan = self._batches.next_step()
@@ -206,13 +206,13 @@ class GroupSteps(FitSteps):
 
     def _gradients(self, number: int, batch: FedBatch) -> StepBatch:
         """Compute the gradients of a batch."""
-        parts, samples = self._parts, batch.samples
+        trainer, samples = self._trainer, batch.samples
         with blaming(batch.records):
             step = self._begin_batch(batch)
             if self._of_step is not None:  # generators belong to the batch, not to the trainer
-                seed_random(self.seed, parts.counts.epoch, number)
+                seed_random(self.seed, trainer.counts.epoch, number)
             read = partial(self._metrics.read, number)
-            losses = parts.setup.routine.gradients(step, parts.loss, parts.metrics, read, 1.0 / samples)
+            losses = trainer.setup.routine.gradients(step, trainer.loss, trainer.metrics, read, 1.0 / samples)
             self.bad.computed = True
             done = {} if self._of_step is not None else batch.done
             return StepBatch(
@@ -237,7 +237,7 @@ class GroupSteps(FitSteps):
             self._metrics.forget()
         self._computed, self._total = {}, None
         if self._of_step is not None:
-            seed_random(self.seed, -1, self._parts.counts.step)
+            seed_random(self.seed, -1, self._trainer.counts.step)
         elif agreement.samples:
             self.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
         if self._group.rank != 0:
@@ -256,7 +256,7 @@ class GroupSteps(FitSteps):
 
     def missed(self) -> dict[str, Any] | None:
         """The agreement of a step that servers have committed, and no trainer that is left."""
-        return committed_step(self._commits, self._parts.counts.step + 1, self._group.gone)
+        return committed_step(self._commits, self._trainer.counts.step + 1, self._group.gone)
 
     def regrouped(self) -> None:
         """Another round has begun."""

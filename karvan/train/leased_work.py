@@ -58,7 +58,7 @@ class WorkSettings(NamedTuple):
 class LeasedFit(NamedTuple):
     """A fit on leased data."""
 
-    parts: TrainerParts
+    trainer: TrainerParts
     group: ElasticGroup
     data: LeasedData
     client: WorkClient
@@ -81,13 +81,8 @@ class LeasedBatchPlan:
     """The batches of steps: one of each trainer, of records that it leases; `FixedBatchPlan` derives."""
 
     def __init__(self, fit: LeasedFit) -> None:
-        runs = fit.parts.setup.runs
-        self._data = fit.data
-        self._client = fit.client
-        self._group = fit.group
-        self._counts = fit.parts.counts
-        self._place = partial(runs.placement.place, training=True)
-        self._prefetch = runs.prefetch
+        self._fit = fit
+        self._counts = fit.trainer.counts
         self._feed: LeasedFeed | None = None
         self._epoch = -1
 
@@ -98,7 +93,7 @@ class LeasedBatchPlan:
 
     def next_step(self) -> StepPlan:
         """The batches of the next step. A trainer that has none has one without samples."""
-        world = self._group.world_size
+        world = self._fit.group.world_size
         return StepPlan(list(range(world)), [0] * world)
 
     def take(self, number: int, stopped: Callable[[], object]) -> FedBatch | None:
@@ -119,11 +114,13 @@ class LeasedBatchPlan:
         if self._feed is None or self._epoch != self._counts.epoch:
             self.close()
             self._epoch = self._counts.epoch
-            self._feed = LeasedFeed(self._loader(first), self._place, self._prefetch)
+            runs = self._fit.trainer.setup.runs
+            place = partial(runs.placement.place, training=True)
+            self._feed = LeasedFeed(self._loader(first), place, runs.prefetch)
         return self._feed
 
     def _loader(self, first: int) -> LeasedBatches:
-        return self._data.lease(self._client, self._epoch)
+        return self._fit.data.lease(self._fit.client, self._epoch)
 
 
 class FixedBatchPlan(LeasedBatchPlan):
@@ -131,7 +128,7 @@ class FixedBatchPlan(LeasedBatchPlan):
 
     def __init__(self, fit: LeasedFit, of_step: int) -> None:
         super().__init__(fit)
-        self._plan = self._data.plan()
+        self._plan = self._fit.data.plan()
         self._of_step = of_step
 
     @property
@@ -143,7 +140,7 @@ class FixedBatchPlan(LeasedBatchPlan):
     def next_step(self) -> StepPlan:
         first = self._counts.batches
         numbers = list(range(first, min(first + self._of_step, len(self._plan))))
-        world = self._group.world_size
+        world = self._fit.group.world_size
         return StepPlan([number % self._of_step % world for number in numbers], numbers)
 
     @override
@@ -162,10 +159,9 @@ class FixedBatchPlan(LeasedBatchPlan):
 
     @override
     def _loader(self, first: int) -> LeasedBatches:
-        rank, ranks, of_step = self._group.rank, self._group.world_size, self._of_step
-        return self._data.planned(
-            self._plan, epoch=self._epoch, first=first, rank=rank, ranks=ranks, of_step=of_step
-        )
+        group = self._fit.group
+        dealt = {"rank": group.rank, "ranks": group.world_size, "of_step": self._of_step}
+        return self._fit.data.planned(self._plan, epoch=self._epoch, first=first, **dealt)
 
 
 class Acknowledgements:
@@ -260,10 +256,10 @@ class BadRecords:
     exist since, and stay as they were initialized until a batch trains them.
     """
 
-    def __init__(self, parts: TrainerParts, data: LeasedData) -> None:
-        self._parts = parts
+    def __init__(self, trainer: TrainerParts, data: LeasedData) -> None:
+        self._trainer = trainer
         self._data = data
-        self._check_labels = check_of(parts.loss)
+        self._check_labels = check_of(trainer.loss)
         self.computed = False  # whether a batch of this trainer has raised nothing
 
     def find(self, failed: BatchError) -> SearchResult:
@@ -276,24 +272,26 @@ class BadRecords:
         assert error is not None
         modes: list[Callable[[], AbstractContextManager[None]]] = [
             nullcontext,  # the mode in which it has raised
-            lambda: evaluating(self._parts.model),  # some modules need more than one sample while they train
+            lambda: evaluating(
+                self._trainer.model
+            ),  # some modules need more than one sample while they train
         ]
-        with same_random_state_afterwards(), _same_buffers_afterwards(self._parts.model):
+        with same_random_state_afterwards(), _same_buffers_afterwards(self._trainer.model):
             bad = self._data.search().find(failed.records, [self._check_in(mode) for mode in modes])
-        self._parts.setup.runs.placement.forget()
+        self._trainer.setup.runs.placement.forget()
         if bad.every and not self.computed:
             raise error from error.__cause__
         return bad
 
     def _check_in(self, mode: Callable[[], AbstractContextManager[None]]) -> Callable[[Batch], None]:
-        parts, runs = self._parts, self._parts.setup.runs
+        trainer, runs = self._trainer, self._trainer.setup.runs
 
         def check(batch: Batch) -> None:
             placed = runs.placement.place(batch)
             self._check_labels(placed)
             runs.placement.receive(placed)
             with mode(), torch.no_grad():
-                parts.loss(runs.infer(placed), placed)
+                trainer.loss(runs.infer(placed), placed)
 
         return check
 
@@ -427,21 +425,21 @@ class FitSteps(ABC):
     """How trainers of a group make steps of their records: together (`GroupSteps`), or alone (`OwnSteps`)."""
 
     def __init__(self, fit: LeasedFit) -> None:
-        self._parts = fit.parts
+        self._trainer = fit.trainer
         self._group = fit.group
         self._client = fit.client
         self._of_step = fit.work.of_step
-        self._connection = fit.parts.connection
+        self._connection = fit.trainer.connection
         servers = self._connection.servers
         commits = None if servers is None else servers.commits
         self._commits = commits if isinstance(commits, StepCommits) else None
-        self._engines = engines_of(fit.parts.model)
+        self._engines = engines_of(fit.trainer.model)
         self._batches = (
             LeasedBatchPlan(fit) if fit.work.of_step is None else FixedBatchPlan(fit, fit.work.of_step)
         )
         self._closed = False
         self.seed = torch.initial_seed()  # of the generators of batches, where steps have fixed batches
-        self.bad = BadRecords(fit.parts, fit.data)
+        self.bad = BadRecords(fit.trainer, fit.data)
         self.records = Acknowledgements(fit.client)
 
     @property
@@ -480,7 +478,7 @@ class FitSteps(ABC):
         return sorted(self._group.gone)
 
     def _contribution(self, **said: Any) -> Contribution:
-        stop = self._parts.stop_request.reason
+        stop = self._trainer.stop_request.reason
         return Contribution(
             member=self._group.member,
             ended=self.ended,
@@ -497,7 +495,7 @@ class FitSteps(ABC):
         A batch that raises an error is none: its bad record is reported, and all that is leased and not
         trained returns to the master.
         """
-        request = self._parts.stop_request
+        request = self._trainer.stop_request
         try:
             batch = self._batches.take(number, lambda: request.reason)
             return None if batch is None else train(batch)
@@ -508,12 +506,12 @@ class FitSteps(ABC):
     def _begin_batch(self, batch: FedBatch) -> StepBatches:
         """Gradients from now on are those of a batch, which is computed alone."""
         for engine in self._engines:
-            engine.step = self._parts.counts.step  # that of all trainers
-        return self._parts.setup.routine.begin([batch])
+            engine.step = self._trainer.counts.step  # that of all trainers
+        return self._trainer.setup.routine.begin([batch])
 
     def _set_aside(self, failed: BatchError) -> None:
         """Report a batch that raised an error, and return all records that are not trained."""
-        self._parts.setup.update.forget()
+        self._trainer.setup.update.forget()
         self._close_batches()
         bad, error = self.bad.find(failed), failed.__cause__
         assert error is not None
@@ -525,7 +523,7 @@ class FitSteps(ABC):
 
     def _close_batches(self) -> None:
         self._batches.close()
-        self._parts.setup.runs.placement.forget()
+        self._trainer.setup.runs.placement.forget()
 
     # The position of the data, and the end
 
@@ -537,7 +535,7 @@ class FitSteps(ABC):
 
     def restore(self, position: Mapping[str, Any] | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning of an epoch."""
-        batches = self._parts.counts.batches
+        batches = self._trainer.counts.batches
         if batches and (position is None or position["global_batches"] != self._of_step):
             raise ValueError(
                 "The checkpoint is in the middle of an epoch, and its records were divided in another "

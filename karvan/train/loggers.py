@@ -9,8 +9,8 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,25 +103,25 @@ class LoggerGroup(Logger):
         A failure is a warning, because training does not need the log.
         """
         for log in self._logs:
-            try:
+            with self._warning(log, f"is incomplete from step {report.step} on"):
                 log.write(report)
-            except OSError as error:
-                self._warn(log, f"is incomplete from step {report.step} on: {error}")
-            else:
                 self._failing.discard(log)
 
     def close(self) -> None:
         """End the fit of every logger."""
         for log in self._logs:
-            try:
+            with self._warning(log, "could not be closed"):
                 log.close()
-            except OSError as error:
-                self._warn(log, f"could not be closed: {error}")
 
-    def _warn(self, log: Logger, text: str) -> None:
-        if log not in self._failing:
-            _log.warning("%s %s", log, text)
-        self._failing.add(log)
+    @contextmanager
+    def _warning(self, log: Logger, text: str) -> Iterator[None]:
+        """An error of the file system is a warning, once until the logger works again."""
+        try:
+            yield
+        except OSError as error:
+            if log not in self._failing:
+                _log.warning("%s %s: %s", log, text, error)
+            self._failing.add(log)
 
 
 def complete_lines(path: Path) -> list[str]:

@@ -30,26 +30,26 @@ _WIDTH, _NAMES = 80, 8  # columns of a line, tables in it
 
 
 def show_banner(
-    parts: TrainerParts, data: Iterable[Any], identity: Identity | None, *, resumes: bool
+    trainer: TrainerParts, data: Iterable[Any], identity: Identity | None, *, resumes: bool
 ) -> None:
     """Show the banner, once for a Trainer, however many fits it makes."""
-    if parts.run.banner_shown:
+    if trainer.run_progress.banner_shown:
         return
-    parts.run.banner_shown = True
-    parts.progress.say(banner(parts, data, identity, resumes=resumes))
+    trainer.run_progress.banner_shown = True
+    trainer.progress.say(banner(trainer, data, identity, resumes=resumes))
 
 
-def banner(parts: TrainerParts, data: Iterable[Any], identity: Identity | None, *, resumes: bool) -> str:
+def banner(trainer: TrainerParts, data: Iterable[Any], identity: Identity | None, *, resumes: bool) -> str:
     """Lines of at most 80 columns, except for paths that are longer."""
-    runs, optimizers = parts.setup.runs, parts.setup.update.optimizers
+    runs, optimizers = trainer.setup.runs, trainer.setup.update.optimizers
     fields = {
         "data": _data(data, identity),
-        "tables": _tables(parts) + _optimizer(optimizers.get("sparse")),
-        "dense": _dense(parts) + _optimizer(optimizers.get("dense")),
-        "job": _job(parts.connection),
-        "folder": _folder(parts, resumes),
+        "tables": _tables(trainer) + _optimizer(optimizers.get("sparse")),
+        "dense": _dense(trainer) + _optimizer(optimizers.get("dense")),
+        "job": _job(trainer.connection),
+        "folder": _folder(trainer, resumes),
     }
-    model = type(parts.model).__name__
+    model = type(trainer.model).__name__
     lines = [f"Karvan {version('karvan')}: {model} on {runs.device}, {runs.precision.name}"]
     for name, text in fields.items():
         if text:
@@ -73,8 +73,8 @@ def _data(data: Iterable[Any], identity: Identity | None) -> str:
         return ""
 
 
-def _tables(parts: TrainerParts) -> str:
-    tables = [table for engine in engines_of(parts.model) for table in engine.tables()]
+def _tables(trainer: TrainerParts) -> str:
+    tables = [table for engine in engines_of(trainer.model) for table in engine.tables()]
     if not tables:
         return "none"
     dims = {table.dim for table in tables}
@@ -90,8 +90,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES]) + more
 
 
-def _dense(parts: TrainerParts) -> str:
-    parameters = list(parts.model.parameters())
+def _dense(trainer: TrainerParts) -> str:
+    parameters = list(trainer.model.parameters())
     lazy = ", more with the first batch" if any(map(is_lazy, parameters)) else ""
     return (
         f"{sum(parameter.numel() for parameter in parameters if not is_lazy(parameter)):,} parameters{lazy}"
@@ -121,30 +121,30 @@ def _job(connection: Connection) -> str:
     return f"{', '.join(parts)}; mode {connection.settings.mode.name}"
 
 
-def _folder(parts: TrainerParts, resumes: bool) -> str:
-    if parts.saver.folder is None:
+def _folder(trainer: TrainerParts, resumes: bool) -> str:
+    if trainer.saver.folder is None:
         return "none: there will be no checkpoints"
-    state = f"resumed at step {parts.counts.step:,}" if resumes else "a new run"
-    return f"{shown(parts.saver.folder)}, {state}"
+    state = f"resumed at step {trainer.counts.step:,}" if resumes else "a new run"
+    return f"{shown(trainer.saver.folder)}, {state}"
 
 
-def described(parts: TrainerParts) -> dict[str, str]:
+def described(trainer: TrainerParts) -> dict[str, str]:
     """What a Trainer trains, how, and how far it is, for its `repr`, without calls to others."""
-    model, counts, where = parts.model, parts.counts, parts.connection
+    model, counts, where = trainer.model, trainer.counts, trainer.connection
     tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     epochs = f"{counts.epoch} epoch{'s' * (counts.epoch != 1)}"
     lines = {
-        "model": f"{type(model).__name__}, {parameters:,} parameters, on {parts.setup.runs.device}",
+        "model": f"{type(model).__name__}, {parameters:,} parameters, on {trainer.setup.runs.device}",
         "tables": _listed(tables),
         # The name of a function, whose repr is an address.
-        "loss": getattr(parts.loss, "__qualname__", None) or repr(parts.loss).splitlines()[0],
+        "loss": getattr(trainer.loss, "__qualname__", None) or repr(trainer.loss).splitlines()[0],
         **{
             f"{name}_optimizer": f"{type(optimizer).__name__}(lr={float(optimizer.param_groups[0]['lr']):g})"
-            for name, optimizer in parts.setup.update.optimizers.items()
+            for name, optimizer in trainer.setup.update.optimizers.items()
         },
-        "metrics": _listed(list(parts.metrics)),
-        "checkpoints": "" if parts.saver.folder is None else shown(parts.saver.folder),
+        "metrics": _listed(list(trainer.metrics)),
+        "checkpoints": "" if trainer.saver.folder is None else shown(trainer.saver.folder),
         "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
         "progress": f"step {counts.step:,}, {epochs}, {counts.samples:,} samples",
     }
@@ -165,31 +165,31 @@ def report_period(steps: int | None) -> int:
 class Reporter:
     """Sends reports to a Trainer's loggers and progress; `steps` are those of the fit, if they are known."""
 
-    def __init__(self, parts: TrainerParts, steps: int | None) -> None:
-        self._parts = parts
-        self.period = parts.log_every or report_period(steps)
-        self._engines = engines_of(parts.model)
+    def __init__(self, trainer: TrainerParts, steps: int | None) -> None:
+        self._trainer = trainer
+        self.period = trainer.log_every or report_period(steps)
+        self._engines = engines_of(trainer.model)
         self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
         self._stale: dict[str, float] = {}  # the staleness in the last report
-        self._last = self._shown = (time.monotonic(), parts.counts.samples)
-        self._wanted: int | None = parts.counts.step + 1  # by the first rank; see `shows`
+        self._last = self._shown = (time.monotonic(), trainer.counts.samples)
+        self._wanted: int | None = trainer.counts.step + 1  # by the first rank; see `shows`
 
     def shows(self, step: int) -> bool:
         """Whether progress wants numbers after this step, although loggers do not."""
-        if self._parts.log_every is not None:
+        if self._trainer.log_every is not None:
             return False
-        alone = self._parts.connection.world_size == 1
-        wanted = self._parts.progress.next_report if alone else self._wanted
+        alone = self._trainer.connection.world_size == 1
+        wanted = self._trainer.progress.next_report if alone else self._wanted
         return wanted is not None and step >= wanted
 
     def show(self, metrics: Mapping[str, float] | None = None) -> None:
         """Show what the next report for loggers would have so far; a collective like `training`."""
-        now = time.monotonic(), self._parts.counts.samples
+        now = time.monotonic(), self._trainer.counts.samples
         values = self._training_values(metrics, now, self._shown)
         self._shown = now
         if values:
             everything = {**values, **self._stale, **self._rates()}
-            self._parts.progress.report(self._make_report("train", everything))
+            self._trainer.progress.report(self._make_report("train", everything))
         self._agree_on_next()
 
     def training(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -197,27 +197,27 @@ class Reporter:
 
         metrics: those of all ranks, if they are known.
         """
-        now = time.monotonic(), self._parts.counts.samples
+        now = time.monotonic(), self._trainer.counts.samples
         values = self._training_values(metrics, now, self._last)
         if not values:
             return
         self._last = self._shown = now
         self._report("train", {**values, **self._staleness(), **self._rates()})
-        self._parts.window.reset()
+        self._trainer.window.reset()
         self._agree_on_next()
 
     def _training_values(
         self, metrics: Mapping[str, float] | None, now: tuple[float, int], before: tuple[float, int]
     ) -> dict[str, float]:
         """Speed, losses, metrics, rows and memory; nothing if there are no losses."""
-        parts = self._parts
-        channel = parts.connection.main
-        if not (losses := parts.window.means(channel)):
+        trainer = self._trainer
+        channel = trainer.connection.main
+        if not (losses := trainer.window.means(channel)):
             return {}
         if metrics is None:
             metrics = self.metrics()
         rows = self._rows()
-        memory = memory_bytes(parts.setup.runs.device)
+        memory = memory_bytes(trainer.setup.runs.device)
         return {
             "samples_per_second": (now[1] - before[1]) / max(now[0] - before[0], 1e-9),
             **losses,
@@ -227,14 +227,14 @@ class Reporter:
 
     def _agree_on_next(self) -> None:
         """All ranks learn when the first one shows numbers next."""
-        connection = self._parts.connection
-        if self._parts.log_every is None and connection.world_size > 1:
-            self._wanted = connection.main.gather_json(self._parts.progress.next_report)[0]
+        connection = self._trainer.connection
+        if self._trainer.log_every is None and connection.world_size > 1:
+            self._wanted = connection.main.gather_json(self._trainer.progress.next_report)[0]
 
     def _rates(self) -> dict[str, float]:
         return {
             f"lr/{name}": float(optimizer.param_groups[0]["lr"])
-            for name, optimizer in self._parts.setup.update.optimizers.items()
+            for name, optimizer in self._trainer.setup.update.optimizers.items()
         }
 
     def _rows(self) -> dict[str, int]:
@@ -252,17 +252,17 @@ class Reporter:
         since training started. dense_staleness: steps of others between pulling dense parameters and pushing
         their gradients.
         """
-        parts = self._parts
-        if parts.connection.servers is None:
+        trainer = self._trainer
+        if trainer.connection.servers is None:
             return {}
-        ahead, dense = [engine.store.staleness for engine in self._engines], parts.setup.dense.staleness
+        ahead, dense = [engine.store.staleness for engine in self._engines], trainer.setup.dense.staleness
         now = {
             "lookups": sum(lookups.lookups for lookups in ahead),
             "out": sum(lookups.total for lookups in ahead),
             "pushes": dense.pushes,
             "behind": dense.total,
         }
-        gathered = parts.connection.main.gather_json(
+        gathered = trainer.connection.main.gather_json(
             [
                 {name: value - self._counted.get(name, 0) for name, value in now.items()},
                 max((lookups.most for lookups in ahead), default=0),
@@ -288,39 +288,39 @@ class Reporter:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of training so far, over all ranks."""
-        return merged(self._parts.connection.trainers, self._parts.metrics)
+        return merged(self._trainer.connection.trainers, self._trainer.metrics)
 
     def end(self, result: FitResult, skipped: int) -> None:
         """Show the final message, and a warning if steps of this fit, or records, were skipped."""
-        parts = self._parts
-        parts.progress.end()
-        parts.progress.say(_final_message(result))
+        trainer = self._trainer
+        trainer.progress.end()
+        trainer.progress.say(_final_message(result))
         saved_early = result.checkpoint is not None and result.stopped in ("interrupt", "terminate")
         if saved_early and not JobEnvironment.read().job:  # of a launched job, the launcher says it
-            parts.progress.say(parts.resume_hint)
+            trainer.progress.say(trainer.resume_hint)
         if result.bad_records:
             some = f"{result.bad_records} bad record{'s' * (result.bad_records != 1)}"
-            parts.progress.say(f"WARNING: {some} skipped, because they raised errors.")
+            trainer.progress.say(f"WARNING: {some} skipped, because they raised errors.")
         if not skipped:
             return
         text = f"{skipped} of {result.trained} steps were skipped, because a gradient was not finite."
-        if parts.setup.runs.precision.always_checks:  # occasional overflows are part of fp16
-            parts.progress.say(text)
-        elif parts.connection.rank == 0:
-            parts.progress.say(f"WARNING: {text}")
+        if trainer.setup.runs.precision.always_checks:  # occasional overflows are part of fp16
+            trainer.progress.say(text)
+        elif trainer.connection.rank == 0:
+            trainer.progress.say(f"WARNING: {text}")
             _log.warning(text)
 
     def _make_report(self, kind: str, values: Mapping[str, float]) -> Report:
-        counts = self._parts.counts
+        counts = self._trainer.counts
         # After the last batch of an epoch, the numbers are still those of that epoch.
         epoch = counts.epoch if counts.batches or not counts.epoch else counts.epoch - 1
-        memory_of = memory_owner(self._parts.setup.runs.device, self._parts.connection.world_size)
+        memory_of = memory_owner(self._trainer.setup.runs.device, self._trainer.connection.world_size)
         return Report(kind, counts.step, epoch, values, counts.samples, time.time(), memory_of)
 
     def _report(self, kind: str, values: Mapping[str, float]) -> None:
         report = self._make_report(kind, values)
-        self._parts.loggers.write(report)
-        self._parts.progress.report(report)
+        self._trainer.loggers.write(report)
+        self._trainer.progress.report(report)
 
 
 def _final_message(result: FitResult) -> str:

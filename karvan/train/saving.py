@@ -30,31 +30,26 @@ from karvan.owner import OwnerError, Ownership, own
 # The folder that a fit saves to belongs to it; with several ranks, rank 0 owns it for all.
 
 
-def own_together(folder: Path, connection: Connection, group: str = "") -> Ownership | None:
-    """Own a folder, on all ranks or on none: they all raise an OwnerError if another run does.
+@contextmanager
+def owned_folder(folder: Path | None, connection: Connection, group: str = "") -> Iterator[None]:
+    """Own the folder of checkpoints, if there is one, while inside, on all ranks or on none.
 
-    group: the name of a group of which one trainer after the other may own the folder.
+    All ranks raise an OwnerError if another run owns it. group: the name of a group of which one trainer
+    after the other may own the folder.
     """
     owned: Ownership | None = None
     refused: str | None = None
-    if connection.rank == 0:
+    if folder is not None and connection.rank == 0:
         try:
             owned = own(folder, group, lease_object(folder))
         except OwnerError as error:
             if connection.world_size == 1:
                 raise
             refused = str(error)
-    if connection.world_size > 1:
+    if folder is not None and connection.world_size > 1:
         refused = connection.main.gather_json(refused)[0]
         if refused is not None:
             raise OwnerError(refused)
-    return owned
-
-
-@contextmanager
-def owned_folder(folder: Path | None, connection: Connection, group: str = "") -> Iterator[None]:
-    """Own the folder of checkpoints, if there is one, while inside; see `own_together`."""
-    owned = None if folder is None else own_together(folder, connection, group)
     try:
         yield
     finally:

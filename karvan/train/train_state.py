@@ -111,16 +111,16 @@ def _counts(sizes: list[int]) -> str:
 REDUCTION = "dense_reduction"  # in the state of a checkpoint: what PowerSGD has not sent yet, and its factors
 
 
-def take(parts: TrainerParts) -> dict[str, Any]:
+def take(trainer: TrainerParts) -> dict[str, Any]:
     """The state of everything but the data, the same on all ranks; a collective."""
     position = {
-        "metrics": {name: metric.state() for name, metric in parts.metrics.items()},
-        "window": parts.window.state_dict(),
+        "metrics": {name: metric.state() for name, metric in trainer.metrics.items()},
+        "window": trainer.window.state_dict(),
     }
     return {
-        **take_trained(parts.setup, parts.counts, position),
-        "scheduler": parts.schedule.state_dict(),
-        "callbacks": parts.callbacks.state_dict(),
+        **take_trained(trainer.setup, trainer.counts, position),
+        "scheduler": trainer.schedule.state_dict(),
+        "callbacks": trainer.callbacks.state_dict(),
     }
 
 
@@ -197,26 +197,26 @@ def restore_trained(
     setup.routine.parallel.reduction.load(state.get(REDUCTION, {}), of_ranks, setup.runs.connection.rank)
 
 
-def restore(parts: TrainerParts, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+def restore(trainer: TrainerParts, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
     """Restore what `take` gave, except for the random generators; new_settings: see `restore_trained`."""
-    restore_trained(parts.setup, parts.counts, state, new_settings=new_settings)
-    parts.schedule.load_state_dict(state["scheduler"])
+    restore_trained(trainer.setup, trainer.counts, state, new_settings=new_settings)
+    trainer.schedule.load_state_dict(state["scheduler"])
     if new_settings:
-        parts.schedule.use_initial_rates()
-    parts.callbacks.load_state_dict(state["callbacks"])
-    rank, saved = parts.connection.rank, state["ranks"]
-    for metric in parts.metrics.values():
+        trainer.schedule.use_initial_rates()
+    trainer.callbacks.load_state_dict(state["callbacks"])
+    rank, saved = trainer.connection.rank, state["ranks"]
+    for metric in trainer.metrics.values():
         metric.reset()
-    if len(saved) == parts.connection.world_size:
-        for name, metric in parts.metrics.items():
+    if len(saved) == trainer.connection.world_size:
+        for name, metric in trainer.metrics.items():
             if name in saved[rank]["metrics"]:
                 metric.load_state(saved[rank]["metrics"][name])
-        parts.window.load_state_dict(saved[rank]["window"])
+        trainer.window.load_state_dict(saved[rank]["window"])
         return
-    for name, metric in parts.metrics.items() if rank == 0 else ():
+    for name, metric in trainer.metrics.items() if rank == 0 else ():
         if name in saved[0]["metrics"]:
             metric.load_state(joined(metric, [rank_state["metrics"][name] for rank_state in saved]).state())
-    parts.window.load_share([rank_state["window"] for rank_state in saved], rank)
+    trainer.window.load_share([rank_state["window"] for rank_state in saved], rank)
 
 
 def random_of(connection: Connection, state: Mapping[str, Any]) -> Any:

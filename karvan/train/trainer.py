@@ -25,8 +25,9 @@ from karvan.metrics.base import set_labels
 from karvan.monitor.plot_page import framed, plot_page, run_of
 from karvan.train.assembly import RunProgress, TrainerParts, make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
-from karvan.train.choice import FitHost, NoFit, host_of, make_fit, make_predictions
+from karvan.train.choice import make_fit, make_predictions
 from karvan.train.dataset import Transforms, remaining
+from karvan.train.elastic_fit import ElasticFit
 from karvan.train.evaluation import Evaluator
 from karvan.train.fit import Begin, check_fit
 from karvan.train.loggers import History, Logger, LoggerGroup
@@ -51,7 +52,7 @@ from karvan.train.types import Loss, MetricLike, Prediction, same
 _log = logging.getLogger("karvan.train")
 
 
-class Trainer:
+class Trainer(TrainerParts):
     """Train, evaluate and predict with a model, in one process or in several.
 
     `fit` runs the loop: it computes a batch, makes a step of both optimizers, evaluates, reports, and saves
@@ -180,22 +181,16 @@ class Trainer:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
-        runs = make_model_setup(
-            model,
-            precision=precision,
-            device=device,
-            prefetch=prefetch,
-            prepare=prepare,
-            check=SampleChecks(loss, self.metrics.values()),
-        )
+        check = SampleChecks(loss, self.metrics.values())
+        runs = make_model_setup(model, precision, device, prefetch, prepare, check)
         self.setup = make_training_setup(
             runs,
-            dense_optimizer=dense_optimizer,
-            sparse_optimizer=sparse_optimizer,
-            frozen=frozen,
-            settings=settings,
-            communication=communication,
-            global_accumulation_steps=global_accumulation_steps,
+            dense_optimizer,
+            sparse_optimizer,
+            frozen,
+            settings,
+            communication,
+            global_accumulation_steps,
             must_train=False,
         )
         self.model = runs.model
@@ -228,39 +223,16 @@ class Trainer:
         self.loggers = LoggerGroup([self._history, *(loggers if first else ())])
         self.evaluator = Evaluator(runs, loss, self.callbacks.averaged)
         self.run_progress = RunProgress(TrainingCounts(), ReportWindow())
-        self._stop_request = StopRequest()
+        self.stop_request = StopRequest()
         self._loaded: Mapping[str, Any] | None = None  # the state of a checkpoint, once `load` was called
-        self._fit_host: FitHost = NoFit()
+        self._elastic_fit: ElasticFit | None = None  # the last one, whose state those who come later need
 
     def __repr__(self) -> str:
-        lines = [f"  {word}: {text}\n" for word, text in described(self.parts()).items()]
+        lines = [f"  {word}: {text}\n" for word, text in described(self).items()]
         return f"Trainer(\n{''.join(lines)})"
 
     def _repr_html_(self) -> str:
-        return html_table("Trainer", (), described(self.parts()).items())
-
-    def parts(self) -> TrainerParts:
-        """Return the parts that a fit, its reports and its checkpoints use.
-
-        Returns:
-            The parts as one record.
-        """
-        return TrainerParts(
-            setup=self.setup,
-            loss=self.loss,
-            metrics=self.metrics,
-            schedule=self.schedule,
-            callbacks=self.callbacks,
-            saver=self.saver,
-            evaluator=self.evaluator,
-            loggers=self.loggers,
-            progress=self.progress,
-            log_every=self.log_every,
-            resume_hint=self.resume_hint,
-            nonfinite=self.nonfinite,
-            run=self.run_progress,
-            stop_request=self._stop_request,
-        )
+        return html_table("Trainer", (), described(self).items())
 
     @property
     def step(self) -> int:
@@ -320,7 +292,7 @@ class Trainer:
     @property
     def stopping(self) -> str | None:
         """Why the fit is about to stop: "interrupt", "terminate", the reason passed to `stop`, or None."""
-        return self._stop_request.reason
+        return self.stop_request.reason
 
     def stop(self, reason: str, *, final: bool = False) -> None:
         """End the fit after the current step.
@@ -335,7 +307,7 @@ class Trainer:
             final: Whether this data is trained enough, so that the next fit may use other data. Otherwise the
                 data counts as unfinished.
         """
-        self._stop_request.stop(reason, final=final)
+        self.stop_request.stop(reason, final=final)
 
     def fit(
         self,
@@ -402,11 +374,12 @@ class Trainer:
         if eval_data is not None:
             check_data("eval_data", eval_data)
         goal = Goal(epochs, max_steps, eval_data, self.eval_every if eval_every is None else eval_every)
-        self._stop_request.begin()
+        self.stop_request.begin()
         begin = Begin(resume, drop_unfinished, data_name, new_settings)
-        fit = make_fit(self, self.parts(), data, goal, begin)
+        fit = make_fit(self, data, goal, begin)
         result = fit.run()
-        self._fit_host = host_of(fit, self._fit_host)
+        if isinstance(fit, ElasticFit) and fit.begun:
+            self._elastic_fit = fit
         return result
 
     def remaining(self, windows: Windows) -> Iterator[DataWindow]:
@@ -522,7 +495,7 @@ class Trainer:
         self._prepare_evaluation("predict", data)
         if isinstance(columns, str):
             raise TypeError(f"columns expects a list of names, got {columns!r}: give it [{columns!r}].")
-        return make_predictions(self.parts(), data, columns, self._fit_host)
+        return make_predictions(self, data, columns, self._elastic_fit)
 
 
 # `TrainingJob`: everything a run needs, for the command line and for programs that start runs.
@@ -623,7 +596,6 @@ class TrainingJob:
         """
         check_fit(
             self.trainer,
-            self.trainer.parts(),
             Goal(self.epochs, self.max_steps, self.eval_data, self.eval_every),
         )
         self.trainer.saver.require_writable()

@@ -163,7 +163,7 @@ def test_the_search_finds_the_record_and_changes_nothing():
     trainer.model.train()
     buffers = {name: (buffer, buffer.clone()) for name, buffer in trainer.model.named_buffers()}
     random = torch.get_rng_state()
-    bad = BadRecords(trainer.parts(), data)
+    bad = BadRecords(trainer, data)
     bad.computed = True
     found = bad.find(failed_batch(source.parts()[0].path, 32))
     assert (found.record.number, found.record.place, found.every) == (5, 5, False)

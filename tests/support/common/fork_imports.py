@@ -18,7 +18,7 @@ _MODULES = [
     "karvan.embedding",
     "karvan.distributed",
     "karvan.train.callbacks",
-    "karvan.train.contexts",
+    "karvan.train.train_context",
     "karvan.train.losses",
     "karvan.train.trainer",
     "karvan.data",
