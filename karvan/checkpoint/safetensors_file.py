@@ -11,15 +11,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import queue
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -216,6 +217,60 @@ def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
             written -= len(remaining.pop(0))
         if remaining:
             remaining[0] = remaining[0][written:]
+
+
+WRITERS = 3  # threads of a process that write files, unless the user says how many
+MOST_WRITERS = 256
+WriteArrays: TypeAlias = Callable[[Path, str, Mapping[str, Stored], Throttle], FileEntry]
+
+
+class Writers:
+    """Threads that write files while the next ones are prepared; few files wait, so memory is bounded.
+
+    All start at once: an interpreter that is about to end does not start threads any more.
+    """
+
+    def __init__(
+        self, count: int = WRITERS, pace: Throttle | None = None, write: WriteArrays | None = None
+    ) -> None:
+        self.pace = pace or Throttle()
+        self._write = write
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run, name="karvan-write") for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+            del job
+
+    def write(
+        self, note: Callable[[FileEntry], None], folder: Path, name: str, arrays: Mapping[str, Stored]
+    ) -> None:
+        """Queue a file, whose entry `note` gets; raises the exception of an earlier one."""
+        if self._error is not None:
+            raise self._error
+        self._jobs.put(lambda: note((self._write or write_arrays)(folder, name, arrays, self.pace)))
+
+    def end(self) -> None:
+        """Wait for all jobs and end the threads."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def finish(self) -> None:
+        """End, and raise the exception of a failed job."""
+        self.end()
+        if self._error is not None:
+            raise self._error
 
 
 class FileProblem(NamedTuple):

@@ -21,7 +21,7 @@ from karvan.checkpoint.manifest import WHOLE, PartEntry, Range, TableEntry, piec
 from karvan.checkpoint.safetensors_file import (
     FileEntry,
     Stored,
-    Throttle,
+    Writers,
     read_arrays,
     read_header,
     stored,
@@ -330,8 +330,7 @@ class _Files:
 # overlap the hashes it owns. A single process owns all of them.
 
 
-# Writes arrays to a file of that name, and calls the first argument with its entry once it is written.
-Put: TypeAlias = Callable[[Callable[[FileEntry], None], str, Mapping[str, Stored]], None]
+DENSE = "dense.safetensors"  # the file of the dense state
 
 
 @dataclass(frozen=True)
@@ -351,8 +350,7 @@ class ShareSource:
 def put_table(
     source: ShareSource,
     folder: Path,
-    put: Put,
-    pace: Throttle,
+    writers: Writers,
     working: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, Any]]:
     """Write this rank's files of a table; the result describes them in JSON, once they are written.
@@ -378,17 +376,18 @@ def put_table(
         def note(entry: FileEntry) -> None:
             entries[part] = PartEntry(**asdict(entry), rows=count, erased=removed_count, first=range_.first)
 
-        put(note, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
+        writers.write(note, folder, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
 
     for part in range(max(mine) + 1):  # a capture is read from the beginning
-        with pace.turn():
+        with writers.pace.turn():
             rows = source.capture.part(name, part)
         if part in mine:
             state_size = rows.state.shape[1]
             put_part(part, mine[part], rows)
         working()
     if source.extra:
-        put(extra.append, file("extra"), {key: stored(array) for key, array in source.extra.items()})
+        arrays = {key: stored(array) for key, array in source.extra.items()}
+        writers.write(extra.append, folder, file("extra"), arrays)
     return lambda: {
         "state": state_size,
         "parts": [asdict(entries[part]) for part in sorted(entries)],
