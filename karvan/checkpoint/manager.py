@@ -16,6 +16,7 @@ from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.files import lease_object, upload
 from karvan.checkpoint.manifest import Base, is_taken
 from karvan.checkpoint.recovery import newest_step, resume
+from karvan.checkpoint.safetensors_file import WRITERS
 from karvan.checkpoint.survey import (
     all_chosen,
     best_of,
@@ -30,7 +31,6 @@ from karvan.checkpoint.survey import (
 )
 from karvan.checkpoint.table_files import Model, tables_of
 from karvan.checkpoint.writer import (
-    WRITERS,
     Pending,
     Report,
     Versions,

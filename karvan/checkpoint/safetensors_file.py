@@ -273,33 +273,44 @@ class Writers:
             raise self._error
 
 
-class FileProblem(NamedTuple):
-    """A file's problem; `unread` if the system did not let us read it, so that it may be intact.
+class Damage(NamedTuple):
+    """A file that is not as its checkpoint's manifest says.
 
-    temporary: because of an outage.
+    Attributes:
+        path: The file.
+        problem: What is wrong.
+        unread: Whether the system did not let us read it: it may be intact.
+        temporary: Whether it could not be read because of an outage.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> checkpoint = kv.checkpoint.save("one", {}, engine)
+        >>> checkpoint.verify()
+        []
     """
 
-    text: str
-    unread: bool = False
-    temporary: bool = False
+    path: Path
+    problem: str
+    unread: bool = False  # the system did not let us read it: it may be intact
+    temporary: bool = False  # because of an outage
 
 
-def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
-    """The problem of a file, by its size and checksum; None if it has none."""
+def damage_of(folder: Path, entry: FileEntry) -> Damage | None:
+    """What is wrong with a file, by its size and checksum; None if nothing is."""
     path = folder / entry.name
     try:
         with opened(path) as (file, size):
             if size != entry.bytes:
-                return FileProblem(f"expected {entry.bytes} bytes, got {size}")
+                return Damage(path, f"expected {entry.bytes} bytes, got {size}")
             crc = 0
             buffer = memoryview(bytearray(min(_PIECE, size)))
             while count := file.readinto(buffer):
                 crc = _native.crc32(buffer[:count], crc)
     except OSError as error:
         text = f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
-        return FileProblem(text, error.errno not in _LOST, is_temporary(error))
+        return Damage(path, text, error.errno not in _LOST, is_temporary(error))
     if checksum_text(crc) != entry.checksum:
-        return FileProblem(f"expected {entry.checksum}, got {checksum_text(crc)}")
+        return Damage(path, f"expected {entry.checksum}, got {checksum_text(crc)}")
     return None
 
 

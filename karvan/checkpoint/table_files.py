@@ -18,14 +18,7 @@ from karvan.activity import activity
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.files import make_folder
 from karvan.checkpoint.manifest import WHOLE, PartEntry, Range, TableEntry, pieces, row_bytes, share_of
-from karvan.checkpoint.safetensors_file import (
-    FileEntry,
-    Stored,
-    Writers,
-    read_arrays,
-    read_header,
-    stored,
-)
+from karvan.checkpoint.safetensors_file import FileEntry, Stored, Writers, read_arrays, read_header, stored
 from karvan.checkpoint.state_tree import as_tensor
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Capture, Rows, TableSpec
@@ -348,10 +341,7 @@ class ShareSource:
 
 
 def put_table(
-    source: ShareSource,
-    folder: Path,
-    writers: Writers,
-    working: Callable[[], None] = lambda: None,
+    source: ShareSource, folder: Path, writers: Writers, working: Callable[[], None] = lambda: None
 ) -> Callable[[], dict[str, Any]]:
     """Write this rank's files of a table; the result describes them in JSON, once they are written.
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.atomic_folder import try_writing
-from karvan.checkpoint.checkpoint import with_state
+from karvan.checkpoint.checkpoint import fill_table, with_state
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.manifest import Manifest, pieces, share_of
 from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, Writers, write_arrays
@@ -346,9 +346,7 @@ class Saving:
         share = share_of(self._tables.index, self._tables.count)
         for name, request in tables.items():
             table = self._tables.store.table(name)
-            table.clear()
-            for rows in checkpoint.parts(name, share):
-                table.load(with_state(rows, request["initial"], bool(request["keep"])))
+            fill_table(checkpoint, name, table, share, request)
             if request["extra"]:
                 extra = read_extras(path, checkpoint.manifest.tables[name].extras, share)
                 if extra:
