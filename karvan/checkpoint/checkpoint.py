@@ -14,7 +14,7 @@ from torch import Tensor
 
 from karvan import distributed
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, quoted, together
 from karvan.checkpoint.manifest import WHOLE, Manifest, PartEntry, Range, TableEntry, share_of
 from karvan.checkpoint.safetensors_file import Damage, FileEntry, damage_of, read_arrays
 from karvan.checkpoint.state_tree import as_tensor, decode
@@ -370,24 +370,20 @@ class Checkpoint:
         }
 
     def _reader(self, table: str) -> TableReader:
-        layers = [
-            Layer(checkpoint.path, self._entry(checkpoint, table), checkpoint.kind == "delta")
-            for checkpoint in self.chain
-        ]
+        layers = []
+        for checkpoint in self.chain:
+            if (entry := checkpoint.manifest.tables.get(table)) is None:
+                tables = ", ".join(checkpoint.manifest.tables) or "none"
+                raise CheckpointError.mismatch(checkpoint.path, f"a table out of: {tables}", f"'{table}'")
+            layers.append(Layer(checkpoint.path, entry, checkpoint.kind == "delta"))
         return TableReader(table, layers)
-
-    def _entry(self, checkpoint: Checkpoint, table: str) -> TableEntry:
-        if table not in checkpoint.manifest.tables:
-            tables = ", ".join(checkpoint.manifest.tables) or "none"
-            raise CheckpointError.mismatch(checkpoint.path, f"a table out of: {tables}", f"'{table}'")
-        return checkpoint.manifest.tables[table]
 
     def _check_tables(self, handles: dict[str, TableHandle]) -> None:
         saved = self.manifest.tables
         if saved.keys() != handles.keys():
             raise CheckpointError(
                 self.path,
-                f"expected the model's tables {_listed(handles)}, got {_listed(saved)}; "
+                f"expected the model's tables {quoted(handles)}, got {quoted(saved)}; "
                 "warm_start loads some of them.",
             )
         for name, handle in handles.items():
@@ -435,7 +431,3 @@ def with_state(rows: Rows, initial: Sequence[float], keep: bool) -> Rows:
         return rows
     values = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
     return rows._replace(state=np.ascontiguousarray(values))
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"
