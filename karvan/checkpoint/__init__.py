@@ -9,12 +9,13 @@ and tensors, such as a `state_dict()`. The model's tables are saved in addition 
 """
 
 from karvan.argument_checks import publish
-from karvan.checkpoint.checkpoint import Checkpoint, Damage
+from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.foreign_persia import import_persia
 from karvan.checkpoint.foreign_recis import import_recis
 from karvan.checkpoint.foreign_writing import ImportReport
 from karvan.checkpoint.manager import Checkpoints, find, resume_at, save, start
+from karvan.checkpoint.safetensors_file import Damage
 from karvan.checkpoint.survey import (
     HotKey,
     KeyRow,

@@ -44,6 +44,7 @@ from karvan.checkpoint.files import (
     write_object,
 )
 from karvan.checkpoint.manifest import NAME, Manifest
+from karvan.checkpoint.safetensors_file import Throttle, write_file
 from karvan.errors import is_temporary
 from karvan.files import sync_folder
 from karvan.job.checkpoint_url import shown, url_of
@@ -271,17 +272,26 @@ class HiddenFolder:
         for path in [path for path in self.path.rglob("*") if path.is_file() and path not in stay]:
             path.unlink(missing_ok=True)
 
-    def publish(self, check: Callable[[], None], replaces: Callable[[Path], bool] = lambda _: True) -> None:
-        """Rename the folder to `target`, unless `check` raises; a previous folder of that name is hidden.
+    def complete(self, manifest: Manifest, pace: Throttle, check: Callable[[], None]) -> bytes:
+        """Write the manifest, and publish the folder; returns the manifest's content."""
+        data, path = manifests.to_bytes(manifest), self.path / NAME
+        # A parameter server that died while it wrote its share leaves files; another wrote it instead.
+        self.remove_all_but(file.name for file in manifests.parse(path, data).files)
+        write_file(path, [memoryview(data)], pace)
+        self.publish(check)
+        return data
 
-        replaces: whether the previous folder may be removed; otherwise it is set aside.
+    def publish(self, check: Callable[[], None]) -> None:
+        """Rename the folder to `target`, unless `check` raises.
+
+        A checkpoint of that name is hidden and then removed; anything else is set aside.
         """
         for folder, _, _ in os.walk(self.path, topdown=False):
             sync_folder(Path(folder))
         with folder_lock(self.target.parent):
             check()
             self._release()  # others look for leftovers only under the parent's lock
-            if os.path.lexists(self.target) and not replaces(self.target):
+            if os.path.lexists(self.target) and not _is_checkpoint(self.target):
                 aside = _aside_name(self.target, DAMAGED)
                 self.target.rename(aside)
                 _log.warning("%s is not an intact checkpoint; it was renamed to %s.", self.target, aside.name)
@@ -300,6 +310,14 @@ class HiddenFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        manifests.read(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def try_writing(parent: Path) -> None:
@@ -469,7 +487,7 @@ class UploadFolder:
         self.path = target / f"save-{secrets.token_hex(8)}"
         self._removes = True
 
-    def named(self, manifest: Manifest) -> Manifest:
+    def _named(self, manifest: Manifest) -> Manifest:
         """A manifest with the names that files have below `target`."""
         prefix = f"{self.path.name}/"
         tables = {
@@ -483,22 +501,28 @@ class UploadFolder:
         dense = replace(manifest.dense, name=prefix + manifest.dense.name)
         return replace(manifest, tables=tables, dense=dense)
 
-    def publish(self, data: bytes, check: Callable[[], None]) -> None:
-        """Write the manifest, unless `check` raises, and remove what it replaces."""
+    def complete(self, manifest: Manifest, pace: Throttle, check: Callable[[], None]) -> bytes:
+        """Write the manifest, unless `check` raises, and remove what it replaces; returns its content."""
+        data, path = manifests.to_bytes(self._named(manifest)), self.target / NAME
         check()
         self._removes = False  # from now on there may be a manifest that names these files
-        path = self.target / NAME
         try:
             write_object(path, [[memoryview(data)]])
         except OSError:
             if _content(path) != data:  # otherwise only the answer was lost
                 raise
         tolerate(f"Objects that {shown(path)} does not name", lambda: _remove_others(self.target, data))
+        return data
 
     def remove(self) -> None:
         """Remove the files, if they were not published."""
         if self._removes:
             tolerate(shown(self.path), lambda: remove_below(self.path))
+
+
+def new_folder(target: Path) -> HiddenFolder | UploadFolder:
+    """A folder for the files of a checkpoint, which its `complete` makes the one at `target`."""
+    return HiddenFolder(target) if url_of(target) is None else UploadFolder(target)
 
 
 def _content(path: Path) -> bytes | None:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from karvan import distributed
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, quoted, together
 from karvan.checkpoint.manifest import WHOLE, Manifest, PartEntry, Range, TableEntry, share_of
-from karvan.checkpoint.safetensors_file import FileEntry, FileProblem, problem_of, read_arrays
+from karvan.checkpoint.safetensors_file import Damage, FileEntry, damage_of, read_arrays
 from karvan.checkpoint.state_tree import as_tensor, decode
 from karvan.checkpoint.table_files import (
     Extra,
@@ -30,7 +30,7 @@ from karvan.checkpoint.table_files import (
 )
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path
-from karvan.store import Rows, SharedStore
+from karvan.store import Rows, SharedStore, StoredTable
 from karvan.threads import cores
 
 # Transforms of data in a checkpoint: the statistics of a fitted `FeatureEngine`, by the engine's name.
@@ -88,28 +88,6 @@ def load_transforms(path: str | os.PathLike[str], state: Mapping[str, Any], *tra
 TABLE_STEPS = "table_steps"  # in the state of a checkpoint: how many steps of the optimizer tables have made
 ORIGIN = "origin"  # in the state of a checkpoint of another system: the system, and its name there
 _OTHER_RUN = "The folder belongs to a run with another model or optimizer: train this one in another folder."
-
-
-class Damage(NamedTuple):
-    """A file that is not as its checkpoint's manifest says.
-
-    Attributes:
-        path: The file.
-        problem: What is wrong.
-        unread: Whether the system did not let us read it: it may be intact.
-        temporary: Whether it could not be read because of an outage.
-
-    Example:
-        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
-        >>> checkpoint = kv.checkpoint.save("one", {}, engine)
-        >>> checkpoint.verify()
-        []
-    """
-
-    path: Path
-    problem: str
-    unread: bool = False  # the system did not let us read it: it may be intact
-    temporary: bool = False  # because of an outage
 
 
 _NO_STATE = (KeyError, ValueError, TypeError, RecursionError)  # what `decode` raises for other trees
@@ -200,29 +178,25 @@ class Checkpoint:
     def _verify(
         self, files: list[tuple[Checkpoint, FileEntry]], checked: Callable[[Path, int], None] | None = None
     ) -> list[Damage]:
+        damaged: dict[Path, Damage] = {}
         with ThreadPoolExecutor(min(4, cores())) as pool:
-            problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
-            damaged: dict[Path, FileProblem] = {}
+            problems = pool.map(lambda job: damage_of(job[0].path, job[1]), files)
             for (checkpoint, file), problem in zip(files, problems, strict=True):
                 if problem:
-                    damaged[checkpoint.path / file.name] = problem
+                    damaged[problem.path] = problem
                 if checked is not None:
                     checked(checkpoint.path / file.name, file.bytes)
         # A checksum may match although the header is that of another table.
         checked_files = {(checkpoint.path, file.name) for checkpoint, file in files}
         for checkpoint, table, part in self._parts():
-            if (checkpoint.path, part.name) in checked_files:
+            path = checkpoint.path / part.name
+            if (checkpoint.path, part.name) in checked_files and path not in damaged:
                 try:
                     check_part(checkpoint.path, table, part, checkpoint.kind == "delta")
                 except CheckpointError as error:
                     unread = not isinstance(error, DamagedCheckpointError)
-                    damaged.setdefault(
-                        checkpoint.path / part.name, FileProblem(error.problem, unread, error.temporary)
-                    )
-        return [
-            Damage(path, text.removesuffix("."), unread, temporary)
-            for path, (text, unread, temporary) in damaged.items()
-        ]
+                    damaged[path] = Damage(path, error.problem.removesuffix("."), unread, error.temporary)
+        return list(damaged.values())
 
     def require_intact(self) -> None:
         """Raise if any file is damaged.
@@ -347,7 +321,10 @@ class Checkpoint:
                 if isinstance(store, SharedStore):
                     shared.setdefault(store, {})[name] = self._fill_options(name, handle)
                 else:
-                    self._fill(name, handle, extras.pop(name))
+                    table, share = store.table(name), share_of(*store.share)
+                    fill_table(self, name, table, share, self._fill_options(name, handle))
+                    if extra := extras.pop(name):
+                        table.load_extra(extra)
             if channel.rank == 0:
                 for store, tables in shared.items():
                     for path, problem in store.fill_tables(address_of(self.path), tables):
@@ -392,33 +369,21 @@ class Checkpoint:
             "extra": self._same_extra(name, handle),
         }
 
-    def _fill(self, name: str, handle: TableHandle, extra: Extra) -> None:
-        table, has_state = handle.store.table(name), self.manifest.tables[name].optimizer is not None
-        table.clear()
-        for rows in self.parts(name, share_of(*handle.store.share)):
-            table.load(with_state_of(handle, rows, has_state))
-        if extra:
-            table.load_extra(extra)
-
     def _reader(self, table: str) -> TableReader:
-        layers = [
-            Layer(checkpoint.path, self._entry(checkpoint, table), checkpoint.kind == "delta")
-            for checkpoint in self.chain
-        ]
+        layers = []
+        for checkpoint in self.chain:
+            if (entry := checkpoint.manifest.tables.get(table)) is None:
+                tables = ", ".join(checkpoint.manifest.tables) or "none"
+                raise CheckpointError.mismatch(checkpoint.path, f"a table out of: {tables}", f"'{table}'")
+            layers.append(Layer(checkpoint.path, entry, checkpoint.kind == "delta"))
         return TableReader(table, layers)
-
-    def _entry(self, checkpoint: Checkpoint, table: str) -> TableEntry:
-        if table not in checkpoint.manifest.tables:
-            tables = ", ".join(checkpoint.manifest.tables) or "none"
-            raise CheckpointError.mismatch(checkpoint.path, f"a table out of: {tables}", f"'{table}'")
-        return checkpoint.manifest.tables[table]
 
     def _check_tables(self, handles: dict[str, TableHandle]) -> None:
         saved = self.manifest.tables
         if saved.keys() != handles.keys():
             raise CheckpointError(
                 self.path,
-                f"expected the model's tables {_listed(handles)}, got {_listed(saved)}; "
+                f"expected the model's tables {quoted(handles)}, got {quoted(saved)}; "
                 "warm_start loads some of them.",
             )
         for name, handle in handles.items():
@@ -451,9 +416,13 @@ def check_table(
         )
 
 
-def with_state_of(handle: TableHandle, rows: Rows, keep: bool) -> Rows:
-    """Rows with their optimizer state, or with a new row's; without any if the table has no optimizer."""
-    return with_state(rows, handle.initial_state, keep and handle.optimizer is not None)
+def fill_table(
+    checkpoint: Checkpoint, name: str, table: StoredTable, share: Range, request: Mapping[str, Any]
+) -> None:
+    """Replace the rows of a table by a share of a checkpoint's; request: see `SharedStore.fill_tables`."""
+    table.clear()
+    for rows in checkpoint.parts(name, share):
+        table.load(with_state(rows, request["initial"], bool(request["keep"])))
 
 
 def with_state(rows: Rows, initial: Sequence[float], keep: bool) -> Rows:
@@ -462,7 +431,3 @@ def with_state(rows: Rows, initial: Sequence[float], keep: bool) -> Rows:
         return rows
     values = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
     return rows._replace(state=np.ascontiguousarray(values))
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

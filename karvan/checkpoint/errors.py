@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
@@ -97,3 +97,8 @@ def _problem(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, 
     if isinstance(error, CheckpointError):
         return error.path, error.problem, error.temporary, isinstance(error, DamagedCheckpointError)
     return os.fspath(path), f"{type(error).__name__}: {error}", is_temporary(error), False
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names in quotes, sorted, for texts."""
+    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.checkpoint.checkpoint import TABLE_STEPS
-from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, quoted
 from karvan.checkpoint.foreign_writing import (
     PIECE_BYTES,
     PIECE_ROWS,
@@ -324,7 +324,7 @@ class RecisContents(Contents):
                 cut.append(name)
         if cut:
             self.notes.append(
-                f"Ids of {_listed(cut)} seem to be cut to {_MERGED_BITS} bits, as RecIS does to merge "
+                f"Ids of {quoted(cut)} seem to be cut to {_MERGED_BITS} bits, as RecIS does to merge "
                 f"tables. Take the ids of data modulo 2^{_MERGED_BITS} before the model, or their rows "
                 f"are not found: kv.Feature(…).mod(2**{_MERGED_BITS}), or RecIS's Mod(2**{_MERGED_BITS})."
             )
@@ -361,15 +361,15 @@ def _plan(
         if its != first:
             raise DamagedCheckpointError.mismatch(
                 folder,
-                f"table '{name}' with the slots {_listed(first)} on all ranks",
-                f"{_listed(its)} of the slice from {part.begin} on",
+                f"table '{name}' with the slots {quoted(first)} on all ranks",
+                f"{quoted(its)} of the slice from {part.begin} on",
             )
         counts = {slot: tensor.rows for slot, tensor in part.slots.items()}
         if len(set(counts.values())) > 1:
             raise DamagedCheckpointError.mismatch(folder, f"equally many rows of table '{name}'", counts)
     for slot in (ID, VECTORS):
         if slot not in first:
-            raise CheckpointError.mismatch(folder, f"table '{name}' with a slot '{slot}'", _listed(first))
+            raise CheckpointError.mismatch(folder, f"table '{name}' with a slot '{slot}'", quoted(first))
     if first[ID] != ("I64", ()):
         raise CheckpointError.mismatch(folder, f"ids of int64 in table '{name}'", first[ID])
     dtype, shape = first[VECTORS]
@@ -385,7 +385,7 @@ def _plan(
     last_use = filters[0] if len(filters) == 1 else None
     optimizers = [slots for slots in _OPTIMIZERS if set(slots) <= rest.keys()] if optimizer_state else []
     if len(optimizers) > 1:
-        several = _listed(slot for optimizer in optimizers for slot in optimizer)
+        several = quoted(slot for optimizer in optimizers for slot in optimizer)
         raise CheckpointError(
             folder,
             f"table '{name}' has the state of several optimizers, {several}: expected the state of one. "
@@ -400,7 +400,7 @@ def _plan(
                 folder, f"slot '{slot}' of table '{name}' with {width} floats a row", rest[slot]
             )
     if others := [slot for slot in rest if slot not in slots and slot != last_use]:
-        notes.append(f"Table '{name}': {_listed(others)} not imported; it starts from its initial values.")
+        notes.append(f"Table '{name}': {quoted(others)} not imported; it starts from its initial values.")
     rows = sum(part.slots[ID].rows for part in parts)
     table = ForeignTable(name, dim, _DTYPES[dtype], kind, state_floats(kind, dim), rows)
     return _Plan(table, parts, slots, last_use)
@@ -513,7 +513,3 @@ def _steps(powers: Sequence[float], betas: tuple[float, float]) -> int | None:
     if any(abs(count - steps) > 0.01 + 0.001 * count for count in counts):
         return None
     return steps
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -22,14 +19,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder
+from karvan.checkpoint.atomic_folder import HiddenFolder, new_folder
 from karvan.checkpoint.checkpoint import ORIGIN, Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.manifest import Manifest, row_bytes
-from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays
+from karvan.checkpoint.safetensors_file import FileEntry, Throttle, Writers
 from karvan.checkpoint.state_tree import encode
-from karvan.checkpoint.table_files import ShareSource, joined, put_table
-from karvan.checkpoint.writer import Writers, explaining, publish_folder
+from karvan.checkpoint.table_files import DENSE, ShareSource, joined, put_table
+from karvan.checkpoint.writer import explaining
 from karvan.embedding import Table
 from karvan.job.checkpoint_url import local_path, url_of
 from karvan.store import Rows, TableSpec
@@ -295,7 +292,7 @@ def write(contents: Contents, target: Path, progress: Progress, part_bytes: int 
 
 def _write(contents: Contents, target: Path, progress: Progress, part_bytes: int) -> Checkpoint:
     with ExitStack() as stack:
-        hidden = HiddenFolder(target) if url_of(target) is None else UploadFolder(target)
+        hidden = new_folder(target)
         stack.callback(hidden.remove)
         if isinstance(hidden, HiddenFolder):  # a leftover of a killed import is removed by the next save
             row_files = hidden.path / "rows"
@@ -306,56 +303,30 @@ def _write(contents: Contents, target: Path, progress: Progress, part_bytes: int
         total = contents.bytes
         for name, rows in contents.rows(lambda size: progress(size, total)):
             spill.add(name, rows)
-        pace = Throttle(share=1.0)  # nothing else runs
-        specs = {name: _spec(table) for name, table in contents.tables.items()}
-        shares, dense, tree = _put(contents, hidden.path, spill, specs, pace)
-        shutil.rmtree(row_files)
-        manifest = Manifest(
-            step=contents.step,
-            kind="full",
-            id=secrets.token_hex(16),
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            karvan=version("karvan"),
-            base=None,
-            metrics={},
-            tables={
-                name: joined(hidden.path, specs[name], table.optimizer, [shares[name]])
-                for name, table in contents.tables.items()
-            },
-            dense=dense,
-            state=tree,
-        )
-        text = publish_folder(hidden, manifest, pace, lambda: _require_new(target))
-    return Checkpoint(target, manifests.parse(target / manifests.NAME, text.encode()))
-
-
-def _put(
-    contents: Contents, folder: Path, spill: HashSpill, specs: Mapping[str, TableSpec], pace: Throttle
-) -> tuple[dict[str, dict[str, Any]], FileEntry, Any]:
-    """Write all files but the manifest; returns what describes the tables, the dense state and its tree."""
-    mark = {"system": contents.system, "source": contents.source.name}
-    tree, tensors = encode({**contents.state, ORIGIN: mark})
-    dense: list[FileEntry] = []
-    writers = Writers()
-
-    def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
-        writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
-
-    try:
-        put(dense.append, "dense.safetensors", tensors)
-        arrays_of_file = {
-            name: put_table(
-                ShareSource(spec, contents.tables[name].optimizer, spill, spill.parts[name], {}, False, 0, 1),
-                folder,
-                put,
-                pace,
-            )
-            for name, spec in specs.items()
+        sources = {
+            name: ShareSource(_spec(table), table.optimizer, spill, spill.parts[name], {}, False, 0, 1)
+            for name, table in contents.tables.items()
         }
-        writers.finish()
-    finally:
-        writers.end()
-    return {name: describe() for name, describe in arrays_of_file.items()}, dense[0], tree
+        mark = {"system": contents.system, "source": contents.source.name}
+        tree, tensors = encode({**contents.state, ORIGIN: mark})
+        dense: list[FileEntry] = []
+        writers = Writers(pace=Throttle(share=1.0))  # nothing else runs
+        try:
+            writers.write(dense.append, hidden.path, DENSE, tensors)
+            shares = {name: put_table(source, hidden.path, writers) for name, source in sources.items()}
+            writers.finish()
+        finally:
+            writers.end()
+        shutil.rmtree(row_files)
+        tables = {
+            name: joined(hidden.path, sources[name].spec, sources[name].optimizer, [describe()])
+            for name, describe in shares.items()
+        }
+        manifest = Manifest(
+            step=contents.step, kind="full", base=None, metrics={}, tables=tables, dense=dense[0], state=tree
+        )
+        data = hidden.complete(manifest, writers.pace, lambda: _require_new(target))
+    return Checkpoint(target, manifests.parse(target / manifests.NAME, data))
 
 
 def _spec(table: ForeignTable) -> TableSpec:

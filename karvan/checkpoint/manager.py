@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from karvan import distributed
 from karvan.checkpoint.atomic_folder import remove_folders, try_writing
@@ -16,6 +16,7 @@ from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.files import lease_object, upload
 from karvan.checkpoint.manifest import Base, is_taken
 from karvan.checkpoint.recovery import newest_step, resume
+from karvan.checkpoint.safetensors_file import WRITERS
 from karvan.checkpoint.survey import (
     all_chosen,
     best_of,
@@ -30,7 +31,6 @@ from karvan.checkpoint.survey import (
 )
 from karvan.checkpoint.table_files import Model, tables_of
 from karvan.checkpoint.writer import (
-    WRITERS,
     Pending,
     Report,
     Versions,
@@ -43,6 +43,7 @@ from karvan.checkpoint.writer import (
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, local_path, shown
 from karvan.owner import check_owner
+from karvan.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +206,8 @@ class Checkpoints:
 
         def after(checkpoint: Checkpoint) -> None:
             deltas = last.deltas + 1 if last is not None and base is not None else 0
-            self._last = _Last(checkpoint, tables, versions, deltas)
+            stores = {name: handle.store for name, handle in tables.items()}
+            self._last = _Last(checkpoint, stores, versions, deltas)
 
         self._pending = writing.start(target, check, after, partial(self._prune, target), report)
         if block:
@@ -351,24 +353,25 @@ class Checkpoints:
             remove_folders(self.folder, lambda: _doomed(self.folder, keep_last, self.keep_best, newest))
 
 
-class _Last:
+class _Last(NamedTuple):
     """The newest checkpoint this process has saved, as a base for deltas."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, tables: Mapping[str, TableHandle], versions: Versions, deltas: int
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.versions = versions
-        self.deltas = deltas  # since the last full one
-        manifest = checkpoint.manifest
-        self.base = Base(checkpoint.path.name, checkpoint.step, manifest.id, manifest.checksum)
-        self._stores = {name: handle.store for name, handle in tables.items()}
+    checkpoint: Checkpoint
+    stores: Mapping[str, Store]  # of its tables
+    versions: Versions
+    deltas: int  # since the last full one
+
+    @property
+    def base(self) -> Base:
+        """The checkpoint as a delta names it."""
+        manifest = self.checkpoint.manifest
+        return Base(self.checkpoint.path.name, manifest.step, manifest.id, manifest.checksum)
 
     def describes(self, tables: Mapping[str, TableHandle]) -> bool:
         """Whether these are the tables that were saved, with the same kind of rows."""
         saved = self.checkpoint.manifest.tables
-        return self._stores.keys() == tables.keys() and all(
-            handle.store is self._stores[name]
+        return self.stores.keys() == tables.keys() and all(
+            handle.store is self.stores[name]
             and handle.optimizer == saved[name].optimizer
             and len(handle.initial_state) == saved[name].state
             for name, handle in tables.items()

@@ -24,9 +24,13 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -195,15 +199,15 @@ class Base:
     checksum: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything a checkpoint says about itself."""
 
     step: int
     kind: str  # full or delta
-    id: str
-    created: str
-    karvan: str
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    karvan: str = field(default_factory=partial(version, "karvan"))
     base: Base | None
     metrics: Any  # as the tree of state
     tables: dict[str, TableEntry]

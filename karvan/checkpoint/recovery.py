@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from karvan import distributed
 from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED, set_aside
@@ -72,11 +73,11 @@ def resume(
     """
     channel = distributed.current().here
     for _ in range(_LISTINGS):
-        names = _names(channel, folder)
+        attempt = _Attempt(channel, folder, _names(channel, folder), load, rename)
         if name is not None:
-            return _resume_named(channel, folder, load, name, names, rename)
+            return attempt.named(name)
         try:
-            return _resume_newest(channel, folder, load, names, rename)
+            return attempt.newest()
         except _PrunedError:  # so there is a newer one
             continue
     raise CheckpointError(
@@ -92,72 +93,71 @@ def _names(channel: CollectiveChannel, folder: Path) -> list[str]:
     return names
 
 
-def _resume_newest(
-    channel: CollectiveChannel,
-    folder: Path,
-    load: Callable[[Checkpoint], T],
-    names: Sequence[str],
-    rename: bool,
-) -> tuple[Checkpoint, T] | None:
-    damaged: list[Path] = []
-    first: DamagedCheckpointError | None = None
-    for name in reversed(names):
-        path = folder / name
-        try:
-            checkpoint = _open(channel, path)
-            result = load(checkpoint)
-        except CheckpointError as error:
-            if _has_gone(channel, path):
-                raise _PrunedError from error
-            if not isinstance(error, DamagedCheckpointError):
-                raise
-            damaged.append(path)
-            first = first or error
-            if channel.rank == 0:
-                _log.warning("The checkpoint %s is damaged: %s", name, error)
-            continue
-        if damaged and channel.rank == 0:
-            _report(checkpoint, damaged, set_aside(damaged, DAMAGED) if rename else {})
-        return checkpoint, result
-    if first is not None:
-        raise DamagedCheckpointError(
-            folder,
-            f"expected an intact checkpoint, got {len(damaged)} damaged: {_listed(damaged)}. The newest: "
-            f"{first} Nothing was changed. Restore a checkpoint from a backup, or train in another folder.",
-        ) from first
-    return None
+@dataclass(frozen=True)
+class _Attempt(Generic[T]):
+    """Resumes from a folder with checkpoints of these names, the oldest first."""
 
+    channel: CollectiveChannel
+    folder: Path
+    names: Sequence[str]
+    load: Callable[[Checkpoint], T]
+    rename: bool
 
-def _resume_named(
-    channel: CollectiveChannel,
-    folder: Path,
-    load: Callable[[Checkpoint], T],
-    name: str,
-    names: Sequence[str],
-    rename: bool,
-) -> tuple[Checkpoint, T]:
-    others = ", ".join(other for other in names if other != name) or "none"
-    if name not in names:
-        raise CheckpointError(
-            folder, f"expected a checkpoint {name}, got none of that name; there are: {others}."
-        )
-    try:
-        checkpoint = _open(channel, folder / name)
-        result = load(checkpoint)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(
-            error.path, f"{error.problem} So the requested {name} is damaged; others are: {others}."
-        ) from error
-    later = [folder / name for name in names if step_of(Path(name)) > checkpoint.step]
-    if later and rename and channel.rank == 0:
-        for path, aside in set_aside(later, ABANDONED).items():
-            _log.warning(
-                "Resuming from %s as requested; the later checkpoint %s was renamed to %s.",
-                name,
-                path.name,
-                aside.relative_to(path.parent),
+    def newest(self) -> tuple[Checkpoint, T] | None:
+        """The newest intact checkpoint; None if there is none."""
+        damaged: list[Path] = []
+        first: DamagedCheckpointError | None = None
+        for name in reversed(self.names):
+            path = self.folder / name
+            try:
+                checkpoint = _open(self.channel, path)
+                result = self.load(checkpoint)
+            except CheckpointError as error:
+                if _has_gone(self.channel, path):
+                    raise _PrunedError from error
+                if not isinstance(error, DamagedCheckpointError):
+                    raise
+                damaged.append(path)
+                first = first or error
+                if self.channel.rank == 0:
+                    _log.warning("The checkpoint %s is damaged: %s", name, error)
+                continue
+            if damaged and self.channel.rank == 0:
+                _report(checkpoint, damaged, set_aside(damaged, DAMAGED) if self.rename else {})
+            return checkpoint, result
+        if first is not None:
+            listed = ", ".join(path.name for path in damaged)
+            raise DamagedCheckpointError(
+                self.folder,
+                f"expected an intact checkpoint, got {len(damaged)} damaged: {listed}. The newest: {first} "
+                "Nothing was changed. Restore a checkpoint from a backup, or train in another folder.",
+            ) from first
+        return None
+
+    def named(self, name: str) -> tuple[Checkpoint, T]:
+        """The checkpoint of a name; those of later steps are set aside."""
+        others = ", ".join(other for other in self.names if other != name) or "none"
+        if name not in self.names:
+            raise CheckpointError(
+                self.folder, f"expected a checkpoint {name}, got none of that name; there are: {others}."
             )
-    return checkpoint, result
+        try:
+            checkpoint = _open(self.channel, self.folder / name)
+            result = self.load(checkpoint)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                error.path, f"{error.problem} So the requested {name} is damaged; others are: {others}."
+            ) from error
+        later = [self.folder / other for other in self.names if step_of(Path(other)) > checkpoint.step]
+        if later and self.rename and self.channel.rank == 0:
+            for path, aside in set_aside(later, ABANDONED).items():
+                _log.warning(
+                    "Resuming from %s as requested; the later checkpoint %s was renamed to %s.",
+                    name,
+                    path.name,
+                    aside.relative_to(path.parent),
+                )
+        return checkpoint, result
 
 
 def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
@@ -190,7 +190,3 @@ def _report(checkpoint: Checkpoint, damaged: Sequence[Path], asides: Mapping[Pat
         damaged[0].name,
         f" Damaged checkpoints were renamed to {names}." if names else "",
     )
-
-
-def _listed(paths: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in paths)

@@ -11,15 +11,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import queue
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -218,33 +219,98 @@ def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
             remaining[0] = remaining[0][written:]
 
 
-class FileProblem(NamedTuple):
-    """A file's problem; `unread` if the system did not let us read it, so that it may be intact.
+WRITERS = 3  # threads of a process that write files, unless the user says how many
+MOST_WRITERS = 256
+WriteArrays: TypeAlias = Callable[[Path, str, Mapping[str, Stored], Throttle], FileEntry]
 
-    temporary: because of an outage.
+
+class Writers:
+    """Threads that write files while the next ones are prepared; few files wait, so memory is bounded.
+
+    All start at once: an interpreter that is about to end does not start threads any more.
     """
 
-    text: str
-    unread: bool = False
-    temporary: bool = False
+    def __init__(
+        self, count: int = WRITERS, pace: Throttle | None = None, write: WriteArrays | None = None
+    ) -> None:
+        self.pace = pace or Throttle()
+        self._write = write
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run, name="karvan-write") for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None:
+                try:
+                    job()
+                except BaseException as error:
+                    self._error = error
+            del job
+
+    def write(
+        self, note: Callable[[FileEntry], None], folder: Path, name: str, arrays: Mapping[str, Stored]
+    ) -> None:
+        """Queue a file, whose entry `note` gets; raises the exception of an earlier one."""
+        if self._error is not None:
+            raise self._error
+        self._jobs.put(lambda: note((self._write or write_arrays)(folder, name, arrays, self.pace)))
+
+    def end(self) -> None:
+        """Wait for all jobs and end the threads."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def finish(self) -> None:
+        """End, and raise the exception of a failed job."""
+        self.end()
+        if self._error is not None:
+            raise self._error
 
 
-def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
-    """The problem of a file, by its size and checksum; None if it has none."""
+class Damage(NamedTuple):
+    """A file that is not as its checkpoint's manifest says.
+
+    Attributes:
+        path: The file.
+        problem: What is wrong.
+        unread: Whether the system did not let us read it: it may be intact.
+        temporary: Whether it could not be read because of an outage.
+
+    Example:
+        >>> engine = kv.EmbeddingEngine({"user": kv.Table(dim=4)})
+        >>> checkpoint = kv.checkpoint.save("one", {}, engine)
+        >>> checkpoint.verify()
+        []
+    """
+
+    path: Path
+    problem: str
+    unread: bool = False  # the system did not let us read it: it may be intact
+    temporary: bool = False  # because of an outage
+
+
+def damage_of(folder: Path, entry: FileEntry) -> Damage | None:
+    """What is wrong with a file, by its size and checksum; None if nothing is."""
     path = folder / entry.name
     try:
         with opened(path) as (file, size):
             if size != entry.bytes:
-                return FileProblem(f"expected {entry.bytes} bytes, got {size}")
+                return Damage(path, f"expected {entry.bytes} bytes, got {size}")
             crc = 0
             buffer = memoryview(bytearray(min(_PIECE, size)))
             while count := file.readinto(buffer):
                 crc = _native.crc32(buffer[:count], crc)
     except OSError as error:
         text = f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
-        return FileProblem(text, error.errno not in _LOST, is_temporary(error))
+        return Damage(path, text, error.errno not in _LOST, is_temporary(error))
     if checksum_text(crc) != entry.checksum:
-        return FileProblem(f"expected {entry.checksum}, got {checksum_text(crc)}")
+        return Damage(path, f"expected {entry.checksum}, got {checksum_text(crc)}")
     return None
 
 

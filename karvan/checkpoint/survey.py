@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from karvan import distributed
 from karvan.checkpoint.atomic_folder import ABANDONED, DAMAGED, asides, published
-from karvan.checkpoint.checkpoint import Checkpoint, Damage
+from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError, together
 from karvan.checkpoint.files import explained, folder_names, has_file, is_there, size_of
 from karvan.checkpoint.manifest import NAME
+from karvan.checkpoint.safetensors_file import Damage
 from karvan.checkpoint.state_tree import tensor_names
 from karvan.job.checkpoint_url import local_path, shown, url_of
 from karvan.store import Rows

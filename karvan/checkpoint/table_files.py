@@ -18,14 +18,7 @@ from karvan.activity import activity
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.files import make_folder
 from karvan.checkpoint.manifest import WHOLE, PartEntry, Range, TableEntry, pieces, row_bytes, share_of
-from karvan.checkpoint.safetensors_file import (
-    FileEntry,
-    Stored,
-    Throttle,
-    read_arrays,
-    read_header,
-    stored,
-)
+from karvan.checkpoint.safetensors_file import FileEntry, Stored, Writers, read_arrays, read_header, stored
 from karvan.checkpoint.state_tree import as_tensor
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Capture, Rows, TableSpec
@@ -330,8 +323,7 @@ class _Files:
 # overlap the hashes it owns. A single process owns all of them.
 
 
-# Writes arrays to a file of that name, and calls the first argument with its entry once it is written.
-Put: TypeAlias = Callable[[Callable[[FileEntry], None], str, Mapping[str, Stored]], None]
+DENSE = "dense.safetensors"  # the file of the dense state
 
 
 @dataclass(frozen=True)
@@ -349,11 +341,7 @@ class ShareSource:
 
 
 def put_table(
-    source: ShareSource,
-    folder: Path,
-    put: Put,
-    pace: Throttle,
-    working: Callable[[], None] = lambda: None,
+    source: ShareSource, folder: Path, writers: Writers, working: Callable[[], None] = lambda: None
 ) -> Callable[[], dict[str, Any]]:
     """Write this rank's files of a table; the result describes them in JSON, once they are written.
 
@@ -378,17 +366,18 @@ def put_table(
         def note(entry: FileEntry) -> None:
             entries[part] = PartEntry(**asdict(entry), rows=count, erased=removed_count, first=range_.first)
 
-        put(note, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
+        writers.write(note, folder, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
 
     for part in range(max(mine) + 1):  # a capture is read from the beginning
-        with pace.turn():
+        with writers.pace.turn():
             rows = source.capture.part(name, part)
         if part in mine:
             state_size = rows.state.shape[1]
             put_part(part, mine[part], rows)
         working()
     if source.extra:
-        put(extra.append, file("extra"), {key: stored(array) for key, array in source.extra.items()})
+        arrays = {key: stored(array) for key, array in source.extra.items()}
+        writers.write(extra.append, folder, file("extra"), arrays)
     return lambda: {
         "state": state_size,
         "parts": [asdict(entries[part]) for part in sorted(entries)],

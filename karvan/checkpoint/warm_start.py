@@ -22,7 +22,7 @@ from karvan.checkpoint.checkpoint import (
     check_table,
     load_transforms,
     name_of,
-    with_state_of,
+    with_state,
 )
 from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.manager import find
@@ -177,11 +177,11 @@ def warm_start(
                 f"{tuple(saved[old].shape)}; exclude it to skip it",
             )
 
-    with_state = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
+    with_optimizer = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
 
     def take() -> dict[str, int]:
         return {
-            new: _take(checkpoint, old, handles[new], optimizer_state and old in with_state)
+            new: _take(checkpoint, old, handles[new], optimizer_state and old in with_optimizer)
             for new, old in report.tables.items()
         }
 
@@ -190,7 +190,7 @@ def warm_start(
     if sparse_optimizer is not None and optimizer_state:
         # Tables count steps from where those of the checkpoint are, if it says so.
         counts_of, steps = checkpoint.state().get(TABLE_STEPS, {}), sparse_optimizer.table_steps()
-        sources = {new: old for new, old in report.tables.items() if old in with_state and new in steps}
+        sources = {new: old for new, old in report.tables.items() if old in with_optimizer and new in steps}
         continued = {new: counts_of[old] for new, old in sources.items() if old in counts_of}
         sparse_optimizer.set_table_steps({**steps, **continued})
     with torch.no_grad():
@@ -260,7 +260,8 @@ def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: boo
     for rows in checkpoint.parts(old, share_of(*handle.store.share)):
         # Steps of another run have no meaning in this one.
         steps = np.full(len(rows.keys), handle.engine_state.step, np.uint32)
-        handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))
+        keep = keep_state and handle.optimizer is not None
+        handle.load(with_state(rows, handle.initial_state, keep)._replace(last_steps=steps))
         total += len(rows.keys)
     return total
 

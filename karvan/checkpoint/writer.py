@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import queue
-import secrets
 import threading
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from karvan import distributed
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder
+from karvan.checkpoint.atomic_folder import HiddenFolder, UploadFolder, new_folder
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError, together
 from karvan.checkpoint.files import has_file, is_there
 from karvan.checkpoint.manifest import Base, Manifest
-from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays, write_file
+from karvan.checkpoint.safetensors_file import MOST_WRITERS, WRITERS, FileEntry, Throttle, Writers
 from karvan.checkpoint.state_tree import encode
-from karvan.checkpoint.table_files import ShareSource, joined, own_extra, parts_for, put_table
+from karvan.checkpoint.table_files import DENSE, ShareSource, joined, own_extra, parts_for, put_table
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.collectives import RankHeartbeats
 from karvan.distributed.connection import IN_PROCESS
@@ -43,9 +39,6 @@ from karvan.store import Capture, SharedStore, Store
 # A save in flight.
 
 _log = logging.getLogger(__name__)
-
-WRITERS = 3  # threads of a process that write files, unless the user says how many
-MOST_WRITERS = 256
 
 
 def check_writers(what: str, writers: int) -> None:
@@ -190,49 +183,6 @@ def _nothing() -> Checkpoint:
     raise AssertionError("a save runs once")
 
 
-class Writers:
-    """Threads that write files while the next ones are prepared; few files wait, so memory is bounded.
-
-    All start at once: an interpreter that is about to end does not start threads any more.
-    """
-
-    def __init__(self, count: int = WRITERS) -> None:
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
-        self._error: BaseException | None = None
-        self._threads = [threading.Thread(target=self._run, name="karvan-write") for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._error is None:
-                try:
-                    job()
-                except BaseException as error:
-                    self._error = error
-            del job
-
-    def put(self, job: Callable[[], None]) -> None:
-        """Queue a job; raises the exception of an earlier one."""
-        if self._error is not None:
-            raise self._error
-        self._jobs.put(job)
-
-    def end(self) -> None:
-        """Wait for all jobs and end the threads."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-
-    def finish(self) -> None:
-        """End, and raise the exception of a failed job."""
-        self.end()
-        if self._error is not None:
-            raise self._error
-
-
 Versions = dict[str, int]
 T = TypeVar("T")
 
@@ -334,7 +284,7 @@ class Writing:
 
         try:
             self._connection.join_save()  # messages of two saves would be mixed up
-            self._writers = Writers(self._writer_count)
+            self._writers = Writers(self._writer_count, self._pace)
             report = report if self._connection.rank == 0 else no_report
             pending = Pending(self.step, work, self._pace, report)
         except BaseException:  # no thread could be started
@@ -355,7 +305,7 @@ class Writing:
         def begin() -> str:
             nonlocal hidden
             if channel.rank == 0:
-                hidden = HiddenFolder(target) if url_of(target) is None else UploadFolder(target)
+                hidden = new_folder(target)
             return str(hidden.path.relative_to(target.parent)) if hidden else ""
 
         dense: list[FileEntry] = []
@@ -364,7 +314,7 @@ class Writing:
         def put() -> dict[str, Any]:
             assert self._writers is not None
             try:
-                return self._put(channel, folder, self._writers, rounds, dense.append)
+                return self._put(channel, folder, self._writers, rounds, dense)
             finally:
                 self._writers.end()
                 rounds.finish()
@@ -372,7 +322,20 @@ class Writing:
         def publish() -> str:
             if hidden is None:
                 return ""
-            return publish_folder(hidden, self._manifest(folder, shares, dense[0]), self._pace, check)
+            reports = {name: [it for share in shares for it in share.get(name, ())] for name in self._handles}
+            manifest = Manifest(
+                step=self.step,
+                kind="full" if self.base is None else "delta",
+                base=self.base,
+                metrics=self._metrics,
+                tables={
+                    name: joined(folder, handle.spec, handle.optimizer, reports[name])
+                    for name, handle in self._handles.items()
+                },
+                dense=dense[0],
+                state=self._tree,
+            )
+            return hidden.complete(manifest, self._pace, check).decode()
 
         try:
             folder = target.parent / together(channel, target, explaining(target, begin))[0]
@@ -390,7 +353,7 @@ class Writing:
         folder: Path,
         writers: Writers,
         rounds: RankHeartbeats,
-        dense: Callable[[FileEntry], None],
+        dense: list[FileEntry],
     ) -> dict[str, Any]:
         """Write this rank's files; returns a description of its tables."""
         if url_of(folder) is None and not folder.is_dir():
@@ -400,18 +363,14 @@ class Writing:
                 "be on storage that all ranks share.",
             )
 
-        def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
-            writers.put(lambda: note(write_arrays(folder, name, arrays, self._pace)))
-
         if channel.rank == 0:
-            put(dense, "dense.safetensors", self._dense)
+            writers.write(dense.append, folder, DENSE, self._dense)
         tables = {
-            name: put_table(it, folder, put, self._pace, rounds.still_working)
-            for name, it in self._sources.items()
+            name: put_table(it, folder, writers, rounds.still_working) for name, it in self._sources.items()
         }
         shared = self._put_shared(folder, rounds) if channel.rank == 0 else {}
         writers.finish()
-        return {**{name: [make()] for name, make in tables.items()}, **shared}
+        return {**{name: [describe()] for name, describe in tables.items()}, **shared}
 
     def _put_shared(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
         """Have other processes write the tables that they hold; returns their reports, by table."""
@@ -438,45 +397,6 @@ class Writing:
             reports |= {name: [share[name] for share in shares] for name in names}
         return reports
 
-    def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> Manifest:
-        return Manifest(
-            step=self.step,
-            kind="full" if self.base is None else "delta",
-            id=secrets.token_hex(16),
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            karvan=version("karvan"),
-            base=self.base,
-            metrics=self._metrics,
-            tables={
-                name: joined(
-                    folder,
-                    handle.spec,
-                    handle.optimizer,
-                    [part for share in shares for part in share.get(name, ())],
-                )
-                for name, handle in self._handles.items()
-            },
-            dense=dense,
-            state=self._tree,
-        )
-
-
-def publish_folder(
-    hidden: HiddenFolder | UploadFolder, manifest: Manifest, pace: Throttle, check: Callable[[], None]
-) -> str:
-    """Write the manifest of a folder whose files are written, and name the folder; returns its text."""
-    if isinstance(hidden, UploadFolder):
-        data = manifests.to_bytes(hidden.named(manifest))
-        hidden.publish(data, check)
-        return data.decode()
-    data = manifests.to_bytes(manifest)
-    path = hidden.path / manifests.NAME
-    # A parameter server that died while it wrote its share leaves files; another wrote it instead.
-    hidden.remove_all_but(file.name for file in manifests.parse(path, data).files)
-    write_file(path, [memoryview(data)], pace)
-    hidden.publish(check, _is_checkpoint)
-    return data.decode()
-
 
 def capture_on_all(
     channel: CollectiveChannel, target: Path, take: Callable[[], Writing | None]
@@ -496,14 +416,6 @@ def capture_on_all(
         if not complete and writing is not None:
             writing.close()
     return writing if complete else None
-
-
-def _is_checkpoint(target: Path) -> bool:
-    try:
-        manifests.read(target)
-    except CheckpointError:
-        return False
-    return True
 
 
 def check_target(target: Path) -> None:

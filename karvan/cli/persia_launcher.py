@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ from karvan.compat.persia.config import (
     read_slots,
 )
 from karvan.compat.persia.env import PERSIA_LAUNCHER_VERBOSE, join_job, log_level, wait_for_roles
+from karvan.compat.persia.helper import end_processes, start_process
 from karvan.errors import OK, USAGE
 from karvan.job.environment import set_variables
 from karvan.job.roles import Role
-from karvan.launch.engines.local import ending_with_parent
 from karvan.launch.role_programs import module_command
 from karvan.process_end import handling
 
@@ -63,7 +62,7 @@ def nn_worker(
     if nproc_per_node == 1:
         os.environ.update(ranks[0])
         _continue_as(words)
-    raise typer.Exit(_run_together(module_command("karvan", *words), ranks))
+    raise typer.Exit(_run_together(words, ranks))
 
 
 @app.command("data-loader", context_settings={"ignore_unknown_options": True})
@@ -159,11 +158,10 @@ def _tell(words: Sequence[str]) -> None:
         print(f"execute command: {shlex.join(words)}", file=sys.stderr, flush=True)
 
 
-def _run_together(command: Sequence[str], ranks: Sequence[dict[str, str]]) -> int:
-    """Run a program several times at once; the exit code of the first that fails, which ends the others."""
-    _tell(command)
-    words = ending_with_parent(command)
-    processes = [subprocess.Popen(words, env={**os.environ, **rank}) for rank in ranks]
+def _run_together(words: Sequence[str], ranks: Sequence[dict[str, str]]) -> int:
+    """Run a command several times at once; the exit code of the first that fails, which ends the others."""
+    _tell(module_command("karvan", *words))
+    processes = [start_process(words, rank) for rank in ranks]
 
     def stop(number: int, frame: object) -> None:
         for process in processes:
@@ -178,8 +176,4 @@ def _run_together(command: Sequence[str], ranks: Sequence[dict[str, str]]) -> in
                     return failed or OK
                 time.sleep(_POLL)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            process.wait()
+        end_processes(processes, signal.SIGTERM)

@@ -12,7 +12,7 @@ from checkpoint_helpers import Model, files_of, same_rows
 import karvan as kv
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.safetensors_file import problem_of
+from karvan.checkpoint.safetensors_file import damage_of
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def _detector(folder, file):
 
     def notices():
         if entries:
-            return problem_of(folder, entries[0])
+            return damage_of(folder, entries[0])
         try:
             manifests.read(folder)
         except CheckpointError as error:

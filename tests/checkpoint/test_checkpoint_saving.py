@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint import writer as writing_module
+from karvan.checkpoint import safetensors_file as writing_module
 from karvan.store import MemoryStore
 
 

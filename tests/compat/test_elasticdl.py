@@ -1,5 +1,6 @@
 """ElasticDL's model contract in one process: the seed's CNN, forms of its parts, readers, flags, the zoo."""
 
+import copy
 import json
 
 import numpy as np
@@ -382,6 +383,32 @@ def test_every_record_of_a_reader_comes_once(lengths, batch, batches, shuffle):
     assert sorted(seen) == sorted(expected)
     assert shuffle or seen == expected
     assert all(size == batch for size in sizes[:-1])
+
+
+def test_records_of_any_kind_are_as_the_reader_gave_them_in_each_epoch():
+    records = [b"bytes", b"", b"\x80bytes that begin as a pickle", "text", {"a": [1]}, (2, "b")]
+
+    class Kept:
+        """A reader that has its records in memory."""
+
+        def create_shards(self):
+            return [("kept", 0, len(records))]
+
+        def read_records(self, task):
+            return records[task.start : task.end]
+
+    opened = open_data("x", "training", {}, lambda **_: Kept(), 6)
+    seen = []
+
+    def feed(given, mode, metadata):
+        seen.append(copy.deepcopy(list(given)))
+        given[4]["a"].append(3)  # in place
+        return torch.zeros(len(given)), torch.zeros(len(given))
+
+    step = FeedStep(feed, "training", opened.metadata, opened.records_of)
+    for _ in range(2):
+        assert [batch.samples for batch in opened.read(6, 6, False, step)] == [6]
+    assert seen == [records, records]
 
 
 def test_params_are_python_values_or_text():

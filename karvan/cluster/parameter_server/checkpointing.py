@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ from typing_extensions import override
 
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.atomic_folder import try_writing
-from karvan.checkpoint.checkpoint import with_state
+from karvan.checkpoint.checkpoint import fill_table, with_state
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.manifest import Manifest, pieces, share_of
-from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, write_arrays
+from karvan.checkpoint.safetensors_file import FileEntry, Stored, Throttle, Writers, write_arrays
 from karvan.checkpoint.table_files import (
     Extra,
     ShareSource,
@@ -37,7 +37,6 @@ from karvan.checkpoint.table_files import (
     put_table,
     read_extras,
 )
-from karvan.checkpoint.writer import Writers
 from karvan.cluster.parameter_server.row_updates import ServerTables
 from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 from karvan.native import _native
@@ -321,11 +320,7 @@ class Saving:
         save = self._open[number]
         if missing := [name for name in tables if name not in save.extras]:
             raise ValueError(f"expected tables that were captured, got '{missing[0]}'.")
-        pace, writers = Throttle(), Writers(writer_count)
-
-        def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
-            writers.put(lambda: note(_write_unused(folder, name, arrays, pace)))
-
+        writers = Writers(writer_count, write=_write_unused)
         try:
             shares = {}
             for name, request in tables.items():
@@ -339,7 +334,7 @@ class Saving:
                     self._tables.index,
                     self._tables.count,
                 )
-                shares[name] = put_table(source, folder, put, pace)
+                shares[name] = put_table(source, folder, writers)
             writers.finish()
             return {name: {**share(), "updates": save.updates} for name, share in shares.items()}
         finally:
@@ -351,9 +346,7 @@ class Saving:
         share = share_of(self._tables.index, self._tables.count)
         for name, request in tables.items():
             table = self._tables.store.table(name)
-            table.clear()
-            for rows in checkpoint.parts(name, share):
-                table.load(with_state(rows, request["initial"], bool(request["keep"])))
+            fill_table(checkpoint, name, table, share, request)
             if request["extra"]:
                 extra = read_extras(path, checkpoint.manifest.tables[name].extras, share)
                 if extra:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -544,45 +545,11 @@ class AnalysisEnvTemplate:
 T = TypeVar("T")
 
 
-def get_min(feature_name: str, default_value: float) -> float:
-    """The smallest value of a feature."""
-    return _read(AnalysisEnvTemplate.MIN_ENV, feature_name, float, default_value)
-
-
-def get_max(feature_name: str, default_value: float) -> float:
-    """The largest value of a feature."""
-    return _read(AnalysisEnvTemplate.MAX_ENV, feature_name, float, default_value)
-
-
-def get_avg(feature_name: str, default_value: float) -> float:
-    """The mean of a feature."""
-    return _read(AnalysisEnvTemplate.AVG_ENV, feature_name, float, default_value)
-
-
-def get_stddev(feature_name: str, default_value: float) -> float:
-    """The standard deviation of a feature."""
-    return _read(AnalysisEnvTemplate.STDDEV_ENV, feature_name, float, default_value)
-
-
-def get_bucket_boundaries(feature_name: str, default_value: list[float]) -> list[float]:
-    """The boundaries of a feature's buckets, in order, each once."""
-    return _read(AnalysisEnvTemplate.BUCKET_BOUNDARIES_ENV, feature_name, _boundaries, default_value)
-
-
-def get_distinct_count(feature_name: str, default_value: int) -> int:
-    """How many different values a feature has."""
-    return _read(AnalysisEnvTemplate.DISTINCT_COUNT_ENV, feature_name, int, default_value)
-
-
-def get_vocabulary(feature_name: str, default_value: str | list[str]) -> str | list[str]:
-    """The file of a feature's words, as `IndexLookup` takes it."""
-    return _read(AnalysisEnvTemplate.VOCABULARY_ENV, feature_name, str, default_value)
-
-
-def _read(template: str, feature: str, parse: Callable[[str], T], default: T) -> T:
-    name = template.format(feature)
+def _read(template: str, parse: Callable[[str], T], feature_name: str, default_value: T) -> T:
+    """A statistic of a feature, in the environment; without one the default."""
+    name = template.format(feature_name)
     if name not in os.environ:
-        return default
+        return default_value
     try:
         return parse(os.environ[name])
     except ValueError as error:
@@ -591,3 +558,12 @@ def _read(template: str, feature: str, parse: Callable[[str], T], default: T) ->
 
 def _boundaries(text: str) -> list[float]:
     return sorted(set(map(float, text.split(","))))
+
+
+get_min = partial(_read, AnalysisEnvTemplate.MIN_ENV, float)
+get_max = partial(_read, AnalysisEnvTemplate.MAX_ENV, float)
+get_avg = partial(_read, AnalysisEnvTemplate.AVG_ENV, float)
+get_stddev = partial(_read, AnalysisEnvTemplate.STDDEV_ENV, float)
+get_bucket_boundaries = partial(_read, AnalysisEnvTemplate.BUCKET_BOUNDARIES_ENV, _boundaries)  # in order
+get_distinct_count = partial(_read, AnalysisEnvTemplate.DISTINCT_COUNT_ENV, int)
+get_vocabulary = partial(_read, AnalysisEnvTemplate.VOCABULARY_ENV, str)  # a file, as `IndexLookup` takes it

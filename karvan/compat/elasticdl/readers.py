@@ -96,7 +96,11 @@ class AbstractDataReader(ABC):
 
 
 class ReaderSource:
-    """The shards of a reader as a `karvan.data.Source` with a column of records."""
+    """The shards of a reader as a `karvan.data.Source` with a column of records.
+
+    Records that are bytes are in it as they are. Others are pickled: Arrow holds no objects of Python, and
+    `feed` may change in place what the reader gives again in the next epoch.
+    """
 
     schema = pa.schema([(RECORD, pa.binary())])
 
@@ -117,7 +121,7 @@ class ReaderSource:
         return [Part(path, count) for path, (_, _, count) in self._shards.items()]
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """The records of a split; they are packed only on their way to `feed`."""
+        """The records of a split; they are only on their way to `feed`, in this process."""
         name, start, _ = self._shards[split.path]
         task = Task(name, start + split.first, start + split.first + split.count, self._type)
         records = list(islice(self._reader.read_records(task), split.count + 1))
@@ -127,7 +131,7 @@ class ReaderSource:
                 f"{'more' if len(records) > split.count else len(records)}.",
                 path=split.path,
             )
-        yield pa.record_batch([pa.array(map(pickle.dumps, records), pa.binary())], schema=self.schema)
+        yield pa.record_batch([pa.array(map(_packed, records), pa.binary())], schema=self.schema)
 
 
 @dataclass(frozen=True)
@@ -231,8 +235,15 @@ def _texts(column: Any) -> list[bytes]:
     return [data[first:last] for first, last in pairwise(bounds)]
 
 
+def _packed(record: Any) -> bytes:
+    """Bytes as they are, unless they begin as all pickles do; anything else pickled."""
+    plain = type(record) is bytes and not record.startswith(pickle.PROTO)
+    return record if plain else pickle.dumps(record)
+
+
 def _unpacked(batch: Batch) -> list[Any]:
-    return [pickle.loads(packed) for packed in _texts(batch[RECORD])]  # this process has packed them
+    packed = _texts(batch[RECORD])  # by this process
+    return [pickle.loads(record) if record.startswith(pickle.PROTO) else record for record in packed]
 
 
 def _shards(descriptions: Any) -> list[tuple[str, int, int]]:

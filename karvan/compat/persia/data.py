@@ -18,7 +18,7 @@ from karvan.compat.persia.batches import (
     local_batch,
 )
 from karvan.compat.persia.config import unsupported, warn_of_tuning
-from karvan.compat.persia.ctx import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
+from karvan.compat.persia.contexts import PREFETCH, BaseCtx, DataCtx, EmbeddingCtx, cnt_ctx
 from karvan.compat.persia.env import join_job, wait_for_roles
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role

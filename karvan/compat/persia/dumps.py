@@ -1,4 +1,4 @@
-"""`Dumps`: checkpoints of a context, and of its rows alone; see `JointCalls` for several trainers."""
+"""`Dumps`: checkpoints of a context, and of its rows alone, which one of several trainers may ask for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from karvan import distributed
 from karvan.checkpoint import CheckpointError, Checkpoints, Pending, find
@@ -28,14 +27,39 @@ from karvan.train import TrainContext
 Call = dict[str, Any]  # the name of a method, and its arguments
 
 
-class JointCalls:
-    """Calls methods by name on all trainers, if one of them asks for it: `name` is the method `_name`."""
+def _shown(call: Call) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+    return f"{call['method']}({arguments})"
+
+
+_CALLS = ("dump_checkpoint", "dump_embedding")
+_PURE = {"os.environ.get", "os.getenv", "os.path.join", "os.path.abspath", "os.fspath", "str", "Path"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_PLAIN = (
+    *(ast.Constant, ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
+    *(ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue),
+)
+
+
+class Dumps:
+    """Saves and loads a model with its rows, and the state of its training if a `TrainContext` trains it.
+
+    If a trainer calls `make`, all trainers call the method of that name. Contexts that evaluate the rows of
+    another one share its dumps.
+    """
+
+    def __init__(self, context: Any, embedded: EmbeddedModel) -> None:
+        self._context = context
+        self._embedded = embedded
+        self._pending: Pending | None = None  # a dump in flight
+        self._folders: dict[str, Checkpoints] = {}
 
     def make(self, method: str, **arguments: Any) -> None:
-        """Have all trainers call a method, this one included; arguments are JSON values."""
+        """Have all trainers call `_method`, this one included; arguments are JSON values."""
+        if isinstance(self._context, TrainContext) and self._context.in_step:
+            raise RuntimeError(f"{method} was called in the middle of a step: expected it after backward.")
         call = {"method": method, "arguments": arguments}
-        channel = distributed.current().main
-        agreed = call if channel.world_size == 1 else self._agree(call)
+        agreed = call if distributed.current().main.world_size == 1 else self._agree(call)
         assert agreed is not None
         self._make(agreed)
 
@@ -62,39 +86,6 @@ class JointCalls:
                 "these calls, or one of them to make a call before another batch is trained."
             )
         return first
-
-
-def _shown(call: Call) -> str:
-    arguments = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
-    return f"{call['method']}({arguments})"
-
-
-_CALLS = ("dump_checkpoint", "dump_embedding")
-_PURE = {"os.environ.get", "os.getenv", "os.path.join", "os.path.abspath", "os.fspath", "str", "Path"}
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_PLAIN = (
-    *(ast.Constant, ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call, ast.keyword),
-    *(ast.BinOp, ast.Add, ast.Div, ast.JoinedStr, ast.FormattedValue),
-)
-
-
-class Dumps(JointCalls):
-    """Saves and loads a model with its rows, and the state of its training if a `TrainContext` trains it.
-
-    Contexts that evaluate the rows of another one share its dumps. Each method is called on all trainers.
-    """
-
-    def __init__(self, context: Any, embedded: EmbeddedModel) -> None:
-        self._context = context
-        self._embedded = embedded
-        self._pending: Pending | None = None  # a dump in flight
-        self._folders: dict[str, Checkpoints] = {}
-
-    @override
-    def make(self, method: str, **arguments: Any) -> None:
-        if isinstance(self._context, TrainContext) and self._context.in_step:
-            raise RuntimeError(f"{method} was called in the middle of a step: expected it after backward.")
-        super().make(method, **arguments)
 
     def wait(self) -> None:
         """Wait until what was dumped is written."""

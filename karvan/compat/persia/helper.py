@@ -1,4 +1,11 @@
-"""`persia.helper`: a whole job on this machine, for tests."""
+"""`persia.helper`: a whole job on this machine, for tests; and the processes that `persia-launcher` starts.
+
+A supervisor of `karvan launch` runs neither. The program of `ensure_persia_service` is itself a trainer of
+the job, while a supervisor starts all trainers, and ends the job with them. Processes of PERSIA write to the
+output of their program, not to logs of a job; none is restarted, and the first that fails is an error. They
+have no mode: the DataLoader of each trainer chooses it. `nn-worker` starts trainers of a job whose registry
+another process has. What is shared with jobs: roles, their environment, commands and tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,10 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from signal import SIGKILL
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +39,20 @@ with open(sys.argv[1], "rb") as file:
     sys.path[:] = pickle.load(file)
     pickle.load(file)()
 """
+
+
+def start_process(words: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Run a command of Karvan in a process that dies with this one, with more variables than this one has."""
+    command = ending_with_parent(module_command("karvan", *words))
+    return subprocess.Popen(command, env={**os.environ, **variables})
+
+
+def end_processes(processes: Iterable[subprocess.Popen[bytes]], number: int) -> None:
+    """Send those that run a signal, and wait until all have ended."""
+    for process in processes:
+        process.send_signal(number)
+    for process in processes:
+        process.wait()
 
 
 class PersiaServiceCtx:
@@ -124,20 +146,17 @@ class PersiaServiceCtx:
         return variables
 
     def _start(self, role: Role, words: list[str], port: int | None = None) -> None:
-        for index in range(self._counts[role]):
+        count = self._counts[role]
+        for index in range(count):
             port = None if port is None else find_free_port(port + 1 if index else port)
-            place = JobEnvironment(role=role, index=index, count=self._counts[role], port=port or 0)
-            environment = {**os.environ, **place.variables(), **read_global_config().variables(role)}
+            place = JobEnvironment(role=role, index=index, count=count, port=port or 0)
+            variables = {**place.variables(), **read_global_config().variables(role)}
             if role is Role.TRAINER:
-                environment |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(place.count)}
-            command = ending_with_parent(module_command("karvan", *words))
-            self._processes.append((role, subprocess.Popen(command, env=environment)))
+                variables |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(count)}
+            self._processes.append((role, start_process(words, variables)))
 
     def _stop(self) -> None:
-        for _, process in self._processes:
-            process.kill()
-        for _, process in self._processes:
-            process.wait()
+        end_processes([process for _, process in self._processes], SIGKILL)
 
 
 def ensure_persia_service(*args: Any, **options: Any) -> PersiaServiceCtx:

@@ -9,10 +9,9 @@ arrive. So a `generator` is not taken. Fans are those of RecIS, which initialise
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import numpy as np
@@ -38,93 +37,82 @@ __all__ = ["DynamicEmbedding", "EmbeddingEngine", "EmbeddingOption", "HashTable"
 
 
 @dataclass(frozen=True)
-class Initializer(ABC):
-    """The distribution of new rows' values."""
+class Initializer:
+    """The distribution of new rows' values; `make` gives Karvan's for the fields, or for `settings`."""
+
+    make: ClassVar[Callable[..., init.Initialiser]]
 
     def native(self, dim: int, block_size: int) -> init.Initialiser:
         """Karvan's initialiser for rows of so many values."""
         generator = getattr(self, "generator", None)
         require_default("generator", generator, None, "call torch.manual_seed before the model is made.")
-        return self._native(dim, block_size)
+        return self.make(*self.settings(dim, block_size))
 
-    @abstractmethod
-    def _native(self, dim: int, block_size: int) -> init.Initialiser: ...
+    def settings(self, dim: int, block_size: int) -> Sequence[Any]:
+        """The arguments of `make`."""
+        return [value for name, value in vars(self).items() if name != "generator"]
 
 
 @dataclass(frozen=True)
 class ConstantInitializer(Initializer):
     """Every value the same."""
 
+    make = init.Constant
     init_val: float = 0.0
-
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return init.Constant(self.init_val)
 
 
 @dataclass(frozen=True)
 class UniformInitializer(Initializer):
     """Uniform from a to b."""
 
+    make = init.Uniform
     a: float = 0.0
     b: float = 1.0
     generator: Any = None
-
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return init.Uniform(self.a, self.b)
 
 
 @dataclass(frozen=True)
 class NormalInitializer(Initializer):
     """Normal."""
 
+    make = init.Normal
     mean: float = 0.0
     std: float = 1.0
     generator: Any = None
-
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return init.Normal(self.mean, self.std)
 
 
 @dataclass(frozen=True)
 class TruncNormalInitializer(Initializer):
     """Normal without the values outside of [a, b], which are values, not standard deviations."""
 
+    make = staticmethod(recis.truncated_normal)
     mean: float = 0.0
     std: float = 1.0
     a: float = -2.0
     b: float = 2.0
     generator: Any = None
 
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return recis.truncated_normal(self.mean, self.std, self.a, self.b)
-
 
 @dataclass(frozen=True)
-class XavierUniformInitializer(Initializer):
+class _Xavier(Initializer):
+    gain: float = 1.0
+    generator: Any = None
+
+    @override
+    def settings(self, dim: int, block_size: int) -> Sequence[Any]:
+        return self.gain, block_size
+
+
+class XavierUniformInitializer(_Xavier):
     """Uniform, by the fans of a block."""
 
-    gain: float = 1.0
-    generator: Any = None
-
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return recis.xavier_uniform(self.gain, block_size)
+    make = staticmethod(recis.xavier_uniform)
 
 
-@dataclass(frozen=True)
-class XavierNormalInitializer(Initializer):
+class XavierNormalInitializer(_Xavier):
     """Normal, by the fans of a block."""
 
-    gain: float = 1.0
-    generator: Any = None
-
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return recis.xavier_normal(self.gain, block_size)
+    make = staticmethod(recis.xavier_normal)
 
 
 @dataclass(frozen=True)
@@ -134,31 +122,24 @@ class _Kaiming(Initializer):
     nonlinearity: str = "leaky_relu"
     generator: Any = None
 
-    def _gain(self) -> float:
-        return calculate_gain(self.nonlinearity, self.a)  # type: ignore[arg-type]
-
-    def _fan(self, dim: int, block_size: int) -> int:
+    @override
+    def settings(self, dim: int, block_size: int) -> Sequence[Any]:
         if self.mode not in ("fan_in", "fan_out"):
             raise ValueError(f"{type(self).__name__} expects mode 'fan_in' or 'fan_out', got {self.mode!r}.")
-        return dim if self.mode == "fan_in" else block_size
+        gain = calculate_gain(self.nonlinearity, self.a)  # type: ignore[arg-type]
+        return gain, dim if self.mode == "fan_in" else block_size
 
 
-@dataclass(frozen=True)
 class KaimingUniformInitializer(_Kaiming):
     """Uniform, by one fan of a block."""
 
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return init.KaimingUniform(self._gain(), self._fan(dim, block_size))
+    make = init.KaimingUniform
 
 
-@dataclass(frozen=True)
 class KaimingNormalInitializer(_Kaiming):
     """Normal, by one fan of a block; RecIS 1.0 gives a uniform distribution instead."""
 
-    @override
-    def _native(self, dim: int, block_size: int) -> init.Initialiser:
-        return init.KaimingNormal(self._gain(), self._fan(dim, block_size))
+    make = init.KaimingNormal
 
 
 _ONLY_WHEN_ASKED = 1 << 30  # steps between two checks: HashTableFilterHook makes them

@@ -12,7 +12,7 @@ import torch
 import karvan as kv
 from karvan import distributed
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint import writer as writing_module
+from karvan.checkpoint import safetensors_file as writing_module
 
 PART_BYTES = 1500
 RARE = range(5000, 5040)  # keys that are seen too seldom for a row
