@@ -1,10 +1,12 @@
 """What all tests share: hypothesis profiles, the environment of the programs that tests start, fixtures."""
 
+import atexit
 import gc
 import multiprocessing
 import os
 import signal
 import sys
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,21 +77,29 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(obj):
+    """No module is a test: pytest need not ask each one for attributes, of which karvan suggests others."""
+    return [] if isinstance(obj, types.ModuleType) else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():
-    """Collect what tests leave, without looking through what was there before them each time."""
+    """Collect what tests leave, without looking through what was there before them each time.
+
+    Not before the process ends, when extensions tell of what is left.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # extensions tell of what is left when a process ends
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     """Tests that draw from torch's own generator get the same numbers in every run and order."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # for devices that are not there it would keep where each of these calls came from
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
