@@ -61,6 +61,7 @@ else:
 
 
 def pytest_addoption(parser):
+    parser.addoption("--forks", type=int, help="run tests in this number of processes; see forked_workers")
     parser.addoption("--thorough", action="store_true", help="many more hypothesis examples, at random")
     parser.addoption("--write-digests", action="store_true", help="pin anew what tests/test_digests.py sees")
 
@@ -72,6 +73,10 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
     # Also where a loader is the first to fork: all forks of a process come from one server.
     multiprocessing.set_forkserver_preload(["fork_imports"])
+    if forks := config.getoption("--forks"):
+        from forked_workers import ForkedWorkers
+
+        config.pluginmanager.register(ForkedWorkers(config, forks))
     if settings is not None:
         settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
 
