@@ -1,17 +1,18 @@
 """`pytest --forks N`: N processes run the tests, all forked from the one that has collected them.
 
-Collecting imports torch, karvan and all tests, which takes a processor for longer than most of the tests. The
-fork server of `forked_programs` is shared, too. So there may be more processes than cores: many tests wait for
-other processes.
+Collecting imports torch, karvan and all tests, which takes seconds, and so does the fork server of
+`forked_programs`, which they share. So there may be more processes than cores: many tests wait for others.
 
-A process gets the tests of one module after the other, so that the fixtures of a module are made once. Modules
-that take longest come first (`SLOWEST`), and the others fill the gaps. A process that dies fails the test that
-it was running; another one goes on with the rest of the module.
+A process gets the tests of one module after the other, so that the fixtures of a module are made once.
+Modules that take longest come first (`SLOWEST`), and the others fill the gaps. A process that dies fails the
+test that it was running; another one goes on with the rest of the module.
 """
 
 import os
 import signal
 import threading
+import time
+import traceback
 import warnings
 from contextlib import suppress
 from itertools import groupby
@@ -23,7 +24,7 @@ import pytest
 import torch
 from forked_programs import end_fork, fork_context
 
-_PATIENCE = 30.0  # seconds for the end of a process that has nothing more to do
+_PATIENCE = 10.0  # seconds in which processes of an interrupted run end
 
 # Modules that take more than ten seconds, longest first.
 SLOWEST = ()
@@ -37,7 +38,6 @@ class ForkedWorkers:
         self._workers = []
         self._started = 0
 
-    @pytest.hookimpl
     def pytest_runtestloop(self, session):
         """Run all tests; as pytest's own loop, but for where they run."""
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
@@ -54,17 +54,12 @@ class ForkedWorkers:
             while self._workers:
                 for connection in wait([worker.connection for worker in self._workers]):
                     self._serve(next(each for each in self._workers if each.connection is connection))
-                for reason, error in (
-                    (session.shouldfail, session.Failed),
-                    (session.shouldstop, session.Interrupted),
-                ):
-                    if reason:
-                        raise error(reason)
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
         finally:
-            for worker in self._workers:
-                worker.connection.close()
-                os.kill(worker.pid, signal.SIGTERM)
-                os.waitpid(worker.pid, 0)
+            self._end()
         return True
 
     def _start(self):
@@ -72,15 +67,10 @@ class ForkedWorkers:
         name = f"gw{self._started}"
         self._started += 1
         if (pid := os.fork()) == 0:
-            code = 1
-            try:
-                here.close()
-                for worker in self._workers:
-                    worker.connection.close()
-                _Worker(self._session, there, name).run()
-                code = 0
-            finally:
-                end_fork(code)
+            here.close()
+            for worker in self._workers:
+                worker.connection.close()
+            _Worker(self._session, there, name).main()
         there.close()
         worker = SimpleNamespace(name=name, pid=pid, connection=here, module=[], running=None)
         # What pytest shows of a report's worker, as of those of pytest-xdist.
@@ -89,13 +79,11 @@ class ForkedWorkers:
 
     def _serve(self, worker):
         """Take what a worker says; it may have ended."""
-        try:
-            kind, *content = worker.connection.recv()
-        except (EOFError, OSError):
-            self._ended(worker)
-            return
+        kind, *content = self._receive(worker)
         hook = self._config.hook
-        if kind == "module":
+        if kind == "end":
+            self._ended(worker)
+        elif kind == "module":
             worker.module = self._modules.pop(0) if self._modules else []
             with suppress(OSError):  # it has died since
                 worker.connection.send(worker.module)
@@ -110,6 +98,12 @@ class ForkedWorkers:
             message = warnings.WarningMessage(text, category, filename, line)
             hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": message, **options})
 
+    def _receive(self, worker):
+        try:
+            return worker.connection.recv()
+        except (EOFError, OSError):
+            return ["end"]
+
     def _ended(self, worker):
         """A worker has nothing more to do, or has died with its test."""
         self._workers.remove(worker)
@@ -119,17 +113,26 @@ class ForkedWorkers:
             return
         if worker.running is not None:
             item = self._session.items[worker.running]
-            text = f"{worker.name} ended with code {code} while it ran {item.nodeid}"
+            text = f"{worker.name} ended with code {code} in, or after, {item.nodeid}"
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
             report.node = worker
             self._config.hook.pytest_runtest_logreport(report=report)
-            rest = worker.module[worker.module.index(worker.running) + 1 :]
-        else:
-            rest = worker.module
-        if rest:
+        if rest := [index for index in worker.module if worker.running is None or index > worker.running]:
             self._modules.insert(0, rest)
         if self._modules:
             self._start()
+
+    def _end(self):
+        """Workers that still run have to end: the run was interrupted."""
+        for worker in self._workers:
+            worker.connection.close()
+            os.kill(worker.pid, signal.SIGTERM)
+        until = time.monotonic() + _PATIENCE
+        for worker in self._workers:
+            while os.waitpid(worker.pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until:
+                    os.kill(worker.pid, signal.SIGKILL)
+                time.sleep(0.01)
 
 
 def ordered(items):
@@ -148,27 +151,39 @@ class _Worker:
         self._session, self._config = session, session.config
         self._connection = connection
         self._name = name
+        self._capture = self._config.pluginmanager.getplugin("capturemanager")
         self._lock = threading.Lock()  # warnings come from any thread
 
-    def run(self):
-        """Until there are no more modules."""
-        self._prepare()
+    def main(self):
+        """Run tests until there are no more modules, and end."""
+        code = 1
+        try:
+            self._prepare()
+            self._run()
+            code = 0
+        except KeyboardInterrupt:  # as the first process, which says so
+            pass
+        except BaseException:
+            self._capture.stop_global_capturing()
+            traceback.print_exc()
+        finally:
+            end_fork(code)
+
+    def _run(self):
         while module := self._ask():
             items = [self._session.items[index] for index in module]
-            for index, item, following in zip(
-                module, items, [*items[1:], _NoTest(self._session)], strict=True
-            ):
+            following = [*items[1:], _NoTest(self._session)]
+            for index, item, nextitem in zip(module, items, following, strict=True):
                 self._send("test", index)
-                self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                self._config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         self._session._setupstate.teardown_exact(None)
 
     def _prepare(self):
         """Be a process of its own: its streams, folder for files, threads and name."""
         plugins = self._config.pluginmanager
         plugins.unregister(name="terminalreporter")
-        capture = plugins.getplugin("capturemanager")
-        capture.stop_global_capturing()
-        capture.start_global_capturing()
+        self._capture.stop_global_capturing()  # into files of the first process
+        self._capture.start_global_capturing()
         plugins.register(self)
         os.environ["PYTEST_XDIST_WORKER"] = self._name  # as of pytest-xdist, for tests and fixtures
         os.environ.setdefault("OMP_NUM_THREADS", "1")
