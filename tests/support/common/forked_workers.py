@@ -26,8 +26,32 @@ from forked_programs import end_fork, fork_context
 
 _PATIENCE = 10.0  # seconds in which processes of an interrupted run end
 
-# Modules that take more than ten seconds, longest first.
-SLOWEST = ()
+# Modules that take longest: the last of them would be waited for if they did not come first.
+SLOWEST = (
+    "tests/store/test_conformance.py",
+    "tests/test_walkthroughs.py",
+    "tests/train/test_elastic_fit.py",
+    "tests/distributed/test_trainer_ranks.py",
+    "tests/train/test_resume.py",
+    "tests/cluster/test_async_mode.py",
+    "tests/cli/test_cli_exit.py",
+    "tests/train/test_elastic_rows.py",
+    "tests/train/test_daily.py",
+    "tests/launch/test_import_folders.py",
+    "tests/cluster/embedding_worker/test_embedding_worker.py",
+    "tests/launch/test_master_process.py",
+    "tests/cluster/test_remote.py",
+    "tests/test_readme.py",
+    "tests/test_package.py",
+    "tests/store/test_tier.py",
+    "tests/checkpoint/test_object_store.py",
+    "tests/cluster/test_loader_role.py",
+    "tests/models/test_models_learn.py",
+    "tests/train/test_owner_fit.py",
+    "tests/test_digests.py",
+    "tests/launch/test_token.py",
+    "tests/data/test_retry.py",
+)
 
 
 class ForkedWorkers:
@@ -151,6 +175,7 @@ class _Worker:
         self._session, self._config = session, session.config
         self._connection = connection
         self._name = name
+        self._begun = False
         self._capture = self._config.pluginmanager.getplugin("capturemanager")
         self._lock = threading.Lock()  # warnings come from any thread
 
@@ -184,7 +209,8 @@ class _Worker:
         plugins.unregister(name="terminalreporter")
         self._capture.stop_global_capturing()  # into files of the first process
         self._capture.start_global_capturing()
-        plugins.register(self)
+        plugins.register(self)  # which is told of all warnings so far
+        self._begun = True
         os.environ["PYTEST_XDIST_WORKER"] = self._name  # as of pytest-xdist, for tests and fixtures
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -209,6 +235,8 @@ class _Worker:
 
     def pytest_warning_recorded(self, warning_message, when, nodeid, location):
         """Have the first process list it."""
+        if not self._begun:
+            return
         what = warning_message
         summary = str(what.message), what.category, what.filename, what.lineno
         self._send("warning", summary, {"when": when, "nodeid": nodeid, "location": location})
