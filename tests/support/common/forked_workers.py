@@ -62,6 +62,11 @@ class ForkedWorkers:
         self._workers = []
         self._started = 0
 
+    def pytest_sessionstart(self, session):
+        """Start the fork server, which imports torch and karvan while this process does."""
+        if not session.config.option.collectonly:
+            fork_context()
+
     def pytest_runtestloop(self, session):
         """Run all tests; as pytest's own loop, but for where they run."""
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
@@ -71,7 +76,6 @@ class ForkedWorkers:
         self._session = session
         self._modules = ordered(session.items)
         self._config._tmp_path_factory.getbasetemp()
-        fork_context()
         try:
             for _ in range(min(self._count, len(self._modules))):
                 self._start()
