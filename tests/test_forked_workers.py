@@ -10,8 +10,12 @@ from forked_workers import SLOWEST
 CONFTEST = """
 from forked_workers import ForkedWorkers
 
+class Workers(ForkedWorkers):
+    def pytest_sessionstart(self, session):
+        "These tests need no fork server."
+
 def pytest_configure(config):
-    config.pluginmanager.register(ForkedWorkers(config, 2))
+    config.pluginmanager.register(Workers(config, 2))
 """
 
 TESTS = """
