@@ -73,7 +73,8 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
     # Also where a loader is the first to fork: all forks of a process come from one server.
     multiprocessing.set_forkserver_preload(["fork_imports"])
-    if forks := config.getoption("--forks"):
+    forks = config.getoption("--forks")
+    if forks and not torch.cuda.is_available():  # a GPU that was asked for works in no fork
         from forked_workers import ForkedWorkers
 
         config.pluginmanager.register(ForkedWorkers(config, forks))
