@@ -19,10 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # Shells have their background jobs ignore SIGINT. Programs that tests start, and send SIGINT to, would
-    # inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Shells have their background jobs ignore these signals. Programs that tests start would inherit that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 import torch  # noqa: E402 - after that, as it reads the variable
 
