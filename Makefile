@@ -11,8 +11,8 @@ NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*') karvan/native/rul
 ARGS ?=
 # A release has a wheel of Python 3.11, and one of 3.12 for all later versions.
 PYTHONS ?= $(BIN)/python
-# Two more than there are cores: many tests wait for other processes.
-TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
+# More than there are cores: many tests wait for other processes.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 3)
 
 # pip's cmake and ninja come before the system's.
 export PATH := $(BIN):$(PATH)
@@ -35,12 +35,12 @@ test: $(VENV)/.dev  ## set everything up and run all checks and tests
 test-native: $(VENV)/.dev  ## the C++ core's own tests
 	@tools/test_native.sh plain
 
-# Tests start hundreds of processes. Each would compile the package where PYTHONDONTWRITEBYTECODE is set, and
-# each process of pytest all tests.
+# Tests start hundreds of processes. Each would compile the package where PYTHONDONTWRITEBYTECODE is set. One
+# process collects the tests; those that run them are its forks, and with more threads it could not fork.
 test-python: $(VENV)/.dev  ## the Python tests; ARGS go to pytest
 	@$(BIN)/python -m compileall -q karvan tests/support
 	@$(BIN)/python tools/rewrite_asserts.py
-	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --forks $(TEST_PROCESSES) $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
 	@tools/test_native.sh address,undefined thread

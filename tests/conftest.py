@@ -1,10 +1,12 @@
 """What all tests share: hypothesis profiles, the environment of the programs that tests start, fixtures."""
 
+import atexit
 import gc
 import multiprocessing
 import os
 import signal
 import sys
+import types
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,10 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # Shells have their background jobs ignore SIGINT. Programs that tests start, and send SIGINT to, would
-    # inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Shells have their background jobs ignore these signals. Programs that tests start would inherit that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 import torch  # noqa: E402 - after that, as it reads the variable
 
@@ -59,6 +61,7 @@ else:
 
 
 def pytest_addoption(parser):
+    parser.addoption("--forks", type=int, help="run tests in this number of processes; see forked_workers")
     parser.addoption("--thorough", action="store_true", help="many more hypothesis examples, at random")
     parser.addoption("--write-digests", action="store_true", help="pin anew what tests/test_digests.py sees")
 
@@ -70,26 +73,39 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
     # Also where a loader is the first to fork: all forks of a process come from one server.
     multiprocessing.set_forkserver_preload(["fork_imports"])
+    forks = config.getoption("--forks")
+    if forks and not torch.cuda.is_available():  # a GPU that was asked for works in no fork
+        from forked_workers import ForkedWorkers
+
+        config.pluginmanager.register(ForkedWorkers(config, forks))
     if settings is not None:
         settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(obj):
+    """No module is a test: pytest need not ask each one for attributes, of which karvan suggests others."""
+    return [] if isinstance(obj, types.ModuleType) else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():
-    """Collect what tests leave, without looking through what was there before them each time."""
+    """Collect what tests leave, without looking through what was there before them each time.
+
+    Not before the process ends, when extensions tell of what is left.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # extensions tell of what is left when a process ends
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     """Tests that draw from torch's own generator get the same numbers in every run and order."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # for devices that are not there it would keep where each of these calls came from
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

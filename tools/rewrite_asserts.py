@@ -1,8 +1,8 @@
 """Compiles the tests, and pytest's plugins, as pytest does, with the values of asserts that fail.
 
-Pytest keeps what it has compiled beside the tests, if Python may. Where it may not, or has not yet, each of
-the processes of `make test` would compile all of them, which takes as long as some hundred tests. Plugins are
-hypothesis and xdist, which pytest treats like tests.
+Pytest keeps what it has compiled beside the tests, if Python may. Where it may not, or has not yet, each run
+would compile all of them on one core, which takes as long as some hundred tests. Plugins are hypothesis and
+xdist, which pytest treats like tests.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from checkpoint_helpers import Model, same_rows
+from few_examples import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,6 +67,7 @@ some_cuts = st.one_of(
 )
 
 
+@few_examples(6)
 @given(st.tuples(*[some_cuts] * len(STEPS)), st.integers(1, 6))
 def test_a_full_checkpoint_and_deltas_may_be_cut_anywhere(tmp_path_factory, saved, cuts, ranks):
     folder = tmp_path_factory.mktemp("cut") / "run"

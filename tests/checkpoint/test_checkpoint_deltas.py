@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_helpers import Model, same_rows
+from few_examples import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ _moves = st.one_of(
 )
 
 
+@few_examples(6)
 @given(
     st.lists(_moves, min_size=3, max_size=14),
     st.sampled_from(

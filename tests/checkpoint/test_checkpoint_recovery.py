@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from checkpoint_helpers import Model, contents, files_of, same_rows, same_tree
-from hypothesis import HealthCheck, given, settings
+from few_examples import few_examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import karvan as kv
@@ -115,7 +116,7 @@ def _damage(folder, name, file, how, place):
             DAMAGES[how](files[file % len(files)], place)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@few_examples(10, thorough=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damages=damages)
 def test_a_resume_takes_the_newest_whole_checkpoint_whatever_is_damaged(run, expected, tmp_path, damages):
     folder = tmp_path / "run"

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 from checkpoint_helpers import Model, same_rows, same_tree
-from hypothesis import HealthCheck, given, settings
+from few_examples import few_examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from object_stores import KEYS
 from pyarrow import fs
@@ -159,7 +160,7 @@ Fault = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@few_examples(8, thorough=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(saves=st.lists(st.tuples(st.integers(0, 1), Fault), min_size=1, max_size=5))
 def test_whatever_request_fails_all_checkpoints_are_complete(store, saves):
     run = f"random-{secrets.token_hex(4)}"

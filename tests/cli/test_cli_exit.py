@@ -8,6 +8,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked_programs import run_forked
 
 STORE = """
 import threading
@@ -86,10 +87,11 @@ def karvan(folder, *arguments):
 
 def test_evaluate_ends_although_a_read_in_advance_is_stuck(place):
     table = pq.read_table(place / "eval.parquet")
-    pq.write_table(pa.concat_tables([table] * 400), place / "many.parquet", row_group_size=2000)
+    pq.write_table(pa.concat_tables([table] * 100), place / "many.parquet", row_group_size=2000)
     (place / "store.py").write_text(STORE)
     (place / "job.py").write_text(JOB)
-    assert karvan(place, "train", "job.py", "--quiet", "--set", "eval=false").returncode == 0
+    train = [sys.executable, "-m", "karvan", "train", "job.py", "--quiet", "--set", "eval=false"]
+    assert run_forked(train, cwd=place).returncode == 0
     ran = karvan(place, "evaluate", "job.py", "--json", "-")
     assert ran.returncode == 0, ran.stderr
     assert '"loss"' in ran.stdout

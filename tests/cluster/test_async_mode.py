@@ -27,8 +27,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "servers"),
+    [*((name, 3) for name in OPTIMIZERS), ("adam", 1)]
+    + [pytest.param(name, 1, marks=pytest.mark.slow) for name in OPTIMIZERS if name != "adam"],
+)
 def test_one_trainer_has_the_bits_of_memory(tmp_path, name, servers):
     def fit(folder):
         trainer = trainer_of(

@@ -26,22 +26,18 @@ def wait_for(condition, seconds=60.0):
     return value
 
 
-_earlier = set()
-
-
 def waits_of(report):
-    """But for those of members and streams of earlier tests, whose last call may still be open."""
-    return set(report.waits) - {"registry"} - _earlier
+    return set(report.waits) - {"registry"}
 
 
 @pytest.fixture(autouse=True)
 def _no_waits_of_earlier_tests():
-    """A stream that an earlier test of this process has not closed waits until it is collected."""
-    _earlier.clear()
+    """Streams that earlier tests of this process have not closed wait until they are collected.
+
+    Those for a service that was killed wait for minutes, in threads that nobody ends.
+    """
     gc.collect()
-    with suppress(AssertionError):  # a service that was killed is missed by its caller after minutes
-        wait_for(lambda: not waits_of(activity.report()), seconds=5)
-    _earlier.update(waits_of(activity.report()))
+    activity._waits.clear()
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 import ranks_helpers
 import torch
 from cluster_helpers import serving
-from hypothesis import given, settings
+from few_examples import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
 from sharded_programs import FEATURES, global_batch, part_of, train, values_of
 
@@ -95,7 +96,7 @@ def test_features_that_read_alone_and_lists_of_lists_give_the_bits_of_memory():
         np.testing.assert_array_equal(one[order[0]], other[order[1]])
 
 
-@settings(max_examples=15, deadline=None)
+@few_examples(6)
 @given(data=st.data())
 def test_random_batches_give_the_bits_of_memory(data):
     keys = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3)

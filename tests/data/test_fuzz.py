@@ -17,7 +17,7 @@ from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats.open_files import open_files
 
-ROWS, GROUP, ROUNDS = 60, 25, 100
+ROWS, GROUP = 60, 25
 SECONDS = 60
 
 
@@ -36,11 +36,11 @@ def damage(content, draw):
     return bytes(damaged)
 
 
-def read_damaged(kind, folder):
+def read_damaged(kind, folder, rounds):
     """Read many damaged files; they must be whole, or a DataError that names the file."""
     whole = write(table(ROWS), Path(folder) / f"whole.{kind}", GROUP)
     path = Path(folder) / f"damaged.{kind}"
-    for seed in range(ROUNDS):
+    for seed in range(rounds):
         path.write_bytes(damage(whole.read_bytes(), random.Random(seed)))
         try:
             source = open_files(path, **options(path))
@@ -56,16 +56,17 @@ def read_damaged(kind, folder):
         assert lines or promised == ROWS, f"seed {seed}: {promised} records"
 
 
-def read_all_damaged(folder):
+def read_all_damaged(folder, rounds):
     for kind in FORMATS:
-        read_damaged(kind, folder)
+        read_damaged(kind, folder, rounds)
         print(kind, flush=True)
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory):
+def outcome(tmp_path_factory, pytestconfig):
     folder = tmp_path_factory.mktemp("fuzz")
-    code = f"import test_fuzz; test_fuzz.read_all_damaged({str(folder)!r})"
+    rounds = 100 if pytestconfig.getoption("thorough") else 40
+    code = f"import test_fuzz; test_fuzz.read_all_damaged({str(folder)!r}, {rounds})"
     return run_forked([sys.executable, "-c", code], timeout=SECONDS, cwd=Path(__file__).parent)
 
 

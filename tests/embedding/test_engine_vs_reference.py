@@ -7,10 +7,11 @@ import pytest
 import reference as ref
 import torch
 from engine_pair import KEYS, Pair, combiners, random_rows, tensor_of, weigh
+from few_examples import few_examples
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_kinds import also_slowly, few_examples
+from store_kinds import also_slowly
 
 DIM = 3
 COMBINERS = combiners(DIM)

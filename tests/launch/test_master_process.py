@@ -254,7 +254,7 @@ def test_a_job_that_runs_is_not_started_twice(tmp_path):
 
 
 def test_a_master_that_cannot_start_again_gives_up_and_ends_everything(tmp_path):
-    ports = f"{ROLES}\nmax_restarts: 2\nregistry_port: {free_port()}"
+    ports = f"{ROLES}\nmax_restarts: 2\nregistry_port: {free_port()}\nmaster_timeout: 3"
     with Launched(tmp_path, ports, stderr=subprocess.PIPE) as job:
         started = job.wait_for("start", "", COUNT)
         assert (job.run_folder / "tls-key.pem").exists()

@@ -10,8 +10,9 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from few_examples import few_examples
 from forked_programs import ForkedProgram
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support_paths import support_path
 from train_helpers import StopAt, assert_same, batches, loader, model, newest, records, trainer
@@ -70,7 +71,7 @@ def test_day_by_day_is_the_same_as_all_days_in_one_trainer(tmp_path, kind):
     assert_same(net, whole)
 
 
-@settings(max_examples=6)
+@few_examples(5, thorough=6)
 @given(
     kind=st.sampled_from(sorted(DATA)),
     stops=st.lists(st.integers(1, 47), max_size=4, unique=True).map(sorted),

@@ -5,7 +5,8 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_examples import few_examples
+from hypothesis import given
 from hypothesis import strategies as st
 from train_helpers import StopAt, assert_same, batches, loader, model, newest, trainer
 
@@ -43,7 +44,7 @@ def run(folder, data, net=None, stop_at=None, resume=True, epochs=3, max_steps=N
     return net, result
 
 
-@settings(max_examples=8)
+@few_examples(5, thorough=8)
 @given(
     data=st.sampled_from(sorted(DATA)),
     stops=st.lists(st.integers(1, 35), min_size=1, max_size=3, unique=True).map(sorted),

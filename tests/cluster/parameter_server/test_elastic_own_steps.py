@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from dense_helpers import new_state
 from elastic_helpers import DIM, Run, spec_of
+from few_examples import few_examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -218,7 +219,7 @@ class OwnStepStates(RuleBasedStateMachine):
 
 
 TestOwnSteps = OwnStepStates.TestCase
-TestOwnSteps.settings = settings(stateful_step_count=max(25, settings().stateful_step_count))
+TestOwnSteps.settings = few_examples(6, stateful_step_count=max(25, settings().stateful_step_count))
 
 
 @pytest.fixture

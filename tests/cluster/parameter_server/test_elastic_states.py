@@ -11,6 +11,7 @@ import itertools
 import numpy as np
 import pytest
 from elastic_helpers import DIM, Run, SlowTable, at_once, spec_of
+from few_examples import few_examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -365,6 +366,6 @@ class HybridStates(ElasticStates):
 
 TestSync = ElasticStates.TestCase
 TestHybrid = HybridStates.TestCase
-TestSync.settings = TestHybrid.settings = settings(
-    stateful_step_count=max(30, settings().stateful_step_count)
+TestSync.settings = TestHybrid.settings = few_examples(
+    6, stateful_step_count=max(30, settings().stateful_step_count)
 )

@@ -7,7 +7,6 @@ import csv
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forked_programs import run_forked
+from free_ports import free_port
 from persia_job import PersiaJob
 
 HERE = Path(__file__).parent / "adult"
@@ -173,9 +173,7 @@ def test_two_trainers_agree_by_roles_and_by_launch(adult):
 
 @pytest.mark.slow
 def test_the_lines_of_a_procfile_run_as_they_are(example):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         **os.environ,
         **VARIABLES,

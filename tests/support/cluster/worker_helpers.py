@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -11,6 +10,7 @@ from subprocess import DEVNULL
 
 import torch
 from forked_programs import ForkedProgram
+from free_ports import free_port
 
 import karvan as kv
 from karvan.cluster.embedding_worker.client import WorkerClient
@@ -72,10 +72,8 @@ class Cluster:
 
     def run_trainers(self, program, folder, world, *arguments):
         """Start a program so many times, as torch does, and wait for its end."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        environment = {**self._environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        port = str(free_port())
+        environment = {**self._environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         generation = self.next_generation()
         started = []
         for rank in range(world):

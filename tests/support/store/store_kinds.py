@@ -44,14 +44,6 @@ class StoreKind:
         return few if self.slow else many
 
 
-def few_examples(few: int) -> Any:
-    """Settings of a test whose examples are expensive: only `few` of them, but all that `--thorough` has."""
-    from hypothesis import settings
-
-    usual = settings.default.max_examples
-    return settings(max_examples=few if usual <= 12 else usual)
-
-
 def also_slowly(values: Iterable[Any], quick: Container[Any]) -> list[Any]:
     """Values for `parametrize`, of which those that are not `quick` are for slow tests."""
     return [pytest.param(v, id=str(v), marks=() if v in quick else pytest.mark.slow) for v in values]
