@@ -23,7 +23,7 @@ from karvan.train.results import TrainingCounts, gather_state, random_state, set
 from karvan.train.types import Positioned, samples_of
 
 if TYPE_CHECKING:
-    from karvan.train.assembly import TrainingSetup
+    from karvan.train.evaluation import ModelSetup
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,15 @@ class Epoch:
     """
 
     data: Iterable[Any]
-    setup: TrainingSetup
+    runs: ModelSetup
+    passes: Accumulation
     counts: TrainingCounts
     stopped: Callable[[], object] = never
     due: Callable[[], bool] = never
     ends: Callable[[str | None], bool] = lambda reason: False
 
     def __post_init__(self) -> None:
-        self.connection, self.placement = self.setup.runs.connection, self.setup.runs.placement
+        self.connection, self.placement = self.runs.connection, self.runs.placement
         self._position: Any = None  # of the data, after the last batch that was trained on
         self._skip = 0  # batches of the data that were trained on before
         self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
@@ -179,7 +180,7 @@ class Epoch:
 
     def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
-        counts, any_group, passes = self.counts, False, self.setup.passes.count
+        counts, any_group, passes = self.counts, False, self.passes.count
         self.complete = False
         if counts.batches == 0:
             begin()
@@ -215,7 +216,7 @@ class Epoch:
 
     def _begin_feed(self) -> Feed:
         self.placement.forget()  # what the feed before had prefetched
-        passes, begin = self.setup.passes, self.counts.step + self.counts.passed
+        passes, begin = self.passes, self.counts.step + self.counts.passed
         rounds = RankRounds(
             self.connection,
             "fit",
@@ -225,7 +226,7 @@ class Epoch:
         self._feed = feed(
             self.data,
             partial(self.placement.place, training=True),
-            prefetch=self.setup.runs.prefetch,
+            prefetch=self.runs.prefetch,
             skip=self._skip,
             stopped=self.stopped,
             rounds=rounds,

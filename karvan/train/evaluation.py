@@ -31,10 +31,17 @@ from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 from karvan.train.device_placement import Placement
 from karvan.train.feed import FedBatch, Feed, RankRounds, feed
-from karvan.train.losses import Reported, SampleChecks, collecting, named, split_reports, total
+from karvan.train.losses import (
+    Reported,
+    SampleChecks,
+    collecting,
+    named,
+    nonfinite_text,
+    split_reports,
+    total,
+)
 from karvan.train.precision import Precision
 from karvan.train.results import merged, same_random_state_afterwards
-from karvan.train.step_routine import nonfinite_text
 from karvan.train.types import Loss, MetricLike, Prediction, model_input, samples_of
 
 

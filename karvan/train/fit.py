@@ -83,7 +83,8 @@ class Fit:
         self._placement = runs.placement
         self._epoch = Epoch(
             data,
-            trainer.setup,
+            runs,
+            trainer.setup.passes,
             trainer.counts,
             stopped=lambda: trainer.stop_request.reason,
             due=trainer.saver.take_time,

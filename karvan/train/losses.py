@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from karvan.argument_checks import listed, publish
 from karvan.label_columns import check_weights, label_columns, one_each
-from karvan.ragged import Ragged
+from karvan.ragged import NestedRagged, Padded, Ragged
 from karvan.train.types import AnyBatch, Losses, Output
 
 # Labels that are invalid for a loss: NaN, infinite, or out of range.
@@ -134,6 +134,35 @@ def _numbers_of(batch: AnyBatch, name: str) -> Tensor | None:
     if isinstance(entry, Ragged) and entry.offsets is None:
         entry = entry.values
     return entry if isinstance(entry, Tensor) and entry.numel() else None
+
+
+def nonfinite_text(batches: Iterable[Any]) -> str:
+    """Which columns of these batches have NaN or infinite values, as sentences; nothing if none has."""
+    problems: dict[str, str] = {}
+    for batch in batches:
+        for name, entry in batch.items() if isinstance(batch, Mapping) else ():
+            if name not in problems and (text := _column_text(name, entry)):
+                problems[name] = text
+    if not problems:
+        return ""
+    return (
+        f" {' '.join(problems.values())} Fill missing values (kv.Feature(…).fill_missing(0)), or leave such "
+        "samples out."
+    )
+
+
+def _column_text(name: str, entry: Any) -> str:
+    values = entry.values if isinstance(entry, Ragged | NestedRagged | Padded) else entry
+    if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
+        return ""
+    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+    if not (nans or infinities):
+        return ""
+    kinds = [text for count, text in ((nans, "NaN"), (infinities, "infinity")) if count]
+    if values is entry:
+        wrong = (~torch.isfinite(values)).reshape(len(values), -1).any(1)
+        return f"Column '{name}' has {' and '.join(kinds)} in {int(wrong.sum())} of {len(wrong)} samples."
+    return f"Column '{name}' has {' and '.join(kinds)} in {nans + infinities} of {values.numel()} values."
 
 
 __all__ = ["BinaryCrossEntropy", "CrossEntropy", "MeanSquaredError", "Sum", "ColumnLoss"]

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from karvan.ragged import NestedRagged, Padded, Ragged
 from karvan.train.data_parallel import Parallel
 from karvan.train.device_placement import Placement
-from karvan.train.losses import LogitCheck, Reported, collecting, named, nothing_of, total
+from karvan.train.losses import LogitCheck, Reported, collecting, named, nonfinite_text, nothing_of, total
 from karvan.train.optimizer_step import OptimizerStep
 from karvan.train.precision import Precision
 from karvan.train.types import Loss, Losses
@@ -301,32 +300,3 @@ def _copy_space(flag: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """Page-locked memory for a copy, and an event for its end."""
     host_flag = torch.empty_like(flag, device="cpu", pin_memory=True)
     return host_flag, torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-def nonfinite_text(batches: Iterable[Any]) -> str:
-    """Which columns of these batches have NaN or infinite values, as sentences; nothing if none has."""
-    problems: dict[str, str] = {}
-    for batch in batches:
-        for name, entry in batch.items() if isinstance(batch, Mapping) else ():
-            if name not in problems and (text := _column_text(name, entry)):
-                problems[name] = text
-    if not problems:
-        return ""
-    return (
-        f" {' '.join(problems.values())} Fill missing values (kv.Feature(…).fill_missing(0)), or leave such "
-        "samples out."
-    )
-
-
-def _column_text(name: str, entry: Any) -> str:
-    values = entry.values if isinstance(entry, Ragged | NestedRagged | Padded) else entry
-    if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
-        return ""
-    nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
-    if not (nans or infinities):
-        return ""
-    kinds = [text for count, text in ((nans, "NaN"), (infinities, "infinity")) if count]
-    if values is entry:
-        wrong = (~torch.isfinite(values)).reshape(len(values), -1).any(1)
-        return f"Column '{name}' has {' and '.join(kinds)} in {int(wrong.sum())} of {len(wrong)} samples."
-    return f"Column '{name}' has {' and '.join(kinds)} in {nans + infinities} of {values.numel()} values."

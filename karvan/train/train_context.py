@@ -136,7 +136,7 @@ class ContextData(RunData):
         if self._saved is None:
             self._counts.batches = 0
         self.transforms.require_equal(self._connection.main, runs.model)
-        self._data, epoch = data, Epoch(data, self._setup, self._counts)
+        self._data, epoch = data, Epoch(data, self._setup.runs, self._setup.passes, self._counts)
         if self._saved is not None:
             epoch.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None

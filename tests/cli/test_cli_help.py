@@ -112,14 +112,10 @@ def _in_bash(home, script, tmp_path):
         "HOME": str(home),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-c", script],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["bash", "--noprofile", "--norc", "-c", script]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 COMPLETE = """

@@ -122,7 +122,7 @@ def test_a_fit_that_has_taken_steps_continues_however_many_are_skipped():
 
 
 def test_ragged_columns_are_looked_into():
-    from karvan.train.step_routine import nonfinite_text
+    from karvan.train.losses import nonfinite_text
 
     values = kv.Ragged(torch.tensor([1.0, NAN, INF]), torch.tensor([0, 1, 3]))
     assert "Column 'w' has NaN and infinity in 2 of 3 values." in nonfinite_text([{"w": values, "x": 3}])
