@@ -92,8 +92,9 @@ class Placement:
     def receive(self, batch: Any) -> None:
         """Must be called before computing with a batch, on the same thread."""
 
-    # The context of a forward of the model.
-    forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    def forward(self) -> AbstractContextManager[None]:
+        """The context of a forward of the model."""
+        return nullcontext()
 
 
 class CudaPlacement(Placement):
